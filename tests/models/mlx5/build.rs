@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Generates the layouts of the mlx5 interface from the headers of the installed kernel.
+//! Generates the layouts of the mlx5 interface from the kernel's headers.
 //!
-//! `P2PMEM_MLX5_HEADERS` names the folder they are in (the one with mlx5_ifc.h). Without it, the newest kernel's headers
-//! under /usr/src are taken, or its source archive.
+//! `P2PMEM_MLX5_HEADERS` names the folder with mlx5_ifc.h. If the variable is not set, the build uses the headers of
+//! the newest kernel under /usr/src, or its source archive.
 
 #[path = "build/header.rs"]
 mod header;
@@ -17,9 +17,9 @@ use header::{Headers, Layout, Member};
 
 const VARIABLE: &str = "P2PMEM_MLX5_HEADERS";
 const SOURCES: &str = "/usr/src";
-/// The header by which the folder is known.
+/// The header that identifies the folder.
 const MAIN: &str = "mlx5_ifc.h";
-/// In this order, because each builds on those before it.
+/// The headers to read. Each depends on those before it.
 const HEADERS: [&str; 8] = [
     "mlx5_ifc_fpga.h",
     "mlx5_ifc.h",
@@ -52,13 +52,13 @@ fn main() {
         .unwrap_or_else(|error| stop(&format!("cannot write {}: {error}", target.display())));
 }
 
-/// Ends the build with a message.
+/// Prints an error and ends the build.
 fn stop(error: &str) -> ! {
     eprintln!("error: mlx5 headers: {error}");
     std::process::exit(1);
 }
 
-/// The folder with the headers.
+/// Returns the folder with the headers.
 fn find(out: &Path) -> Result<PathBuf, String> {
     if let Some(folder) = std::env::var_os(VARIABLE).filter(|folder| !folder.is_empty()) {
         let folder = PathBuf::from(folder);
@@ -98,14 +98,14 @@ fn find(out: &Path) -> Result<PathBuf, String> {
     }
 }
 
-/// The numbers in a name, for comparing versions.
+/// Returns the numbers in a name, to compare versions.
 fn version(name: &str) -> Vec<u64> {
     name.split(|c: char| !c.is_ascii_digit())
         .filter_map(|part| part.parse().ok())
         .collect()
 }
 
-/// Takes the headers out of a source archive.
+/// Extracts the headers from a source archive.
 fn unpack(archive: &Path, out: &Path) -> Result<PathBuf, String> {
     let folder = out.join("headers");
     std::fs::create_dir_all(&folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
@@ -127,7 +127,7 @@ fn generate(headers: &Headers) -> String {
     let mut text = String::new();
     text.push_str("/// Enumerators and numbers, by the name they have in the headers.\npub mod constants {\n");
     for (name, value) in &headers.constants {
-        // Include guards and the like are not the interface's.
+        // Skip include guards and similar macros.
         if name.starts_with(char::is_uppercase) {
             let kind = if u32::try_from(*value).is_ok() { "u32" } else { "u64" };
             let name = name.to_uppercase();
@@ -192,7 +192,7 @@ fn structure(text: &mut String, name: &str, layout: &Layout) {
             aggregate,
         } = member;
         let reserved = name.starts_with("reserved") || name.starts_with("rsvd");
-        // Members of different unnamed unions may share a name; the first one has it.
+        // Members of different unnamed unions may have the same name; use the first one.
         if name.is_empty() || reserved || !seen.insert(name.clone()) {
             continue;
         }

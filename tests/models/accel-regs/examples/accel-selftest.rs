@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs every operation of an accelerator from user space and checks what it did, counters included.
+//! Runs every operation of an accelerator from user space, and checks results and counters.
 //!
-//! `accel-selftest BDF [PEER-BUS-ADDRESS]`: with an address, also moves data to and from there by DMA. It uses the first
-//! 16 MiB of the accelerator's memory, and 64 KiB at the address, and needs root, no IOMMU, and BAR2 unclaimed.
+//! Usage: `accel-selftest BDF [PEER-BUS-ADDRESS]`. With an address, the program also does DMA to and from this address.
+//! The program overwrites the first 16 MiB of the accelerator's memory and 64 KiB at the address. Requires root and no
+//! IOMMU; no driver may have claimed BAR2.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use p2pmem_accel_regs::{Counter, Op, Status, driver, pattern_word};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// CRC-32C (Castagnoli, reflected), bit by bit: a second opinion on the device's.
+/// CRC-32C (Castagnoli, reflected), bit by bit, to compare with the result of the device.
 fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0_u32, |crc, byte| {
         (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
@@ -29,7 +30,7 @@ fn samples(data: &[u8]) -> Vec<(f64, f64)> {
         .collect()
 }
 
-/// The transform by its definition.
+/// Discrete Fourier transform by its definition.
 fn dft(input: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let n = input.len();
     (0..n)
@@ -54,14 +55,14 @@ fn check(what: &str, good: bool) -> Result<(), Box<dyn Error>> {
         println!("ok   {what}");
         Ok(())
     } else {
-        Err(format!("{what}: not as it should be").into())
+        Err(format!("{what}: check failed").into())
     }
 }
 
 fn refused(what: &str, result: Result<u64, driver::Error>, expected: Status) -> Result<(), Box<dyn Error>> {
     let good = matches!(result, Err(driver::Error::Command { status, .. }) if status == expected);
     if !good {
-        println!("got {result:?}");
+        println!("     got {result:?}");
     }
     check(what, good)
 }
@@ -86,7 +87,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let good = words
         .clone()
         .all(|(i, word)| word == pattern_word(42, i as u64).to_le_bytes());
-    check("pattern is in memory", good)?;
+    check("pattern", good)?;
     check("checksum", accel.checksum(0, LEN, TIMEOUT)? == crc32c(&data))?;
 
     accel.copy(0, LEN / 2, LEN, TIMEOUT)?;
@@ -120,7 +121,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     accel.fft(8 << 20, signal.len() as u64, POINTS as u64, Direction::Inverse, TIMEOUT)?;
     memory.read(8 << 20, &mut spectrum)?;
     check(
-        "inverse FFT undoes it",
+        "inverse FFT restores the input",
         close(&samples(&spectrum), &samples(&signal), 1e-5),
     )?;
     let start = Instant::now();
@@ -128,13 +129,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("     8 MiB of 1024-point FFTs in {:?}", start.elapsed());
 
     let counters = accel.counters()?;
-    check("nothing touched host memory so far", counters.host_bytes() == 0)?;
+    check("no host memory traffic so far", counters.host_bytes() == 0)?;
 
     let buffer = HostBuffer::new(256 << 10)?;
     let len = buffer.len() as u64;
     if !accel.dma_enabled()? {
         let result = accel.run(Op::DmaOut, 0, 0, 16, buffer.segments()[0].0, TIMEOUT);
-        refused("DMA needs bus mastering", result, Status::BusMasterOff)?;
+        refused("DMA requires bus mastering", result, Status::BusMasterOff)?;
     }
     accel.enable_dma()?;
     accel.pattern(0, len, 7, TIMEOUT)?;
@@ -165,7 +166,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     )?;
     let counters = accel.counters()?;
     check(
-        "host bytes are counted exactly",
+        "host memory traffic is counted exactly",
         counters.get(Counter::HostRead) == len && counters.get(Counter::HostWritten) == len,
     )?;
 
@@ -176,18 +177,18 @@ fn main() -> Result<(), Box<dyn Error>> {
         accel.dma_out(0, peer, LEN, TIMEOUT)?;
         accel.fill(0, LEN, 0, TIMEOUT)?;
         accel.dma_in(peer, 0, LEN, TIMEOUT)?;
-        check(
-            "peer gives back what it was given",
-            accel.checksum(0, LEN, TIMEOUT)? == crc,
-        )?;
+        check("DMA to and from the peer", accel.checksum(0, LEN, TIMEOUT)? == crc)?;
         let after = accel.counters()?;
         let moved = |counter| after.get(counter) - counters.get(counter);
         println!(
-            "     peer bytes: {} by mapping, {} by message",
+            "     peer bytes: {} by mapping, {} by messages",
             moved(Counter::PeerRead) + moved(Counter::PeerWritten),
             moved(Counter::MessageRead) + moved(Counter::MessageWritten)
         );
-        check("no host memory in between", after.host_bytes() == counters.host_bytes())?;
+        check(
+            "no host memory traffic for the peer",
+            after.host_bytes() == counters.host_bytes(),
+        )?;
     }
 
     let size = accel.memory_size();
@@ -201,7 +202,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         accel.run(Op::Crc32c, 0, u64::MAX, 2, 0, TIMEOUT),
         Status::BadRange,
     )?;
-    refused("no length", accel.run(Op::Fill, 0, 0, 0, 0, TIMEOUT), Status::BadLength)?;
+    refused("length 0", accel.run(Op::Fill, 0, 0, 0, 0, TIMEOUT), Status::BadLength)?;
     refused(
         "bad number of points",
         accel.run(Op::Fft, 0, 0, 24, 3, TIMEOUT),
@@ -213,13 +214,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         Status::BadOperation,
     )?;
     refused(
-        "nothing at the address",
+        "no DMA target at the address",
         accel.run(Op::DmaIn, 0, 0, 64, 0x7f_0000_0000_0000, TIMEOUT),
         Status::Unreachable,
     )?;
     for (name, value) in accel.counters()?.iter() {
         println!("     {name:<16} {value}");
     }
-    println!("all good");
+    println!("all checks passed");
     Ok(())
 }

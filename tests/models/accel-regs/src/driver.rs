@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The accelerator's driver in user space, for programs in guests: registers through sysfs, completion by polling.
+//! User-space driver of the accelerator, for programs in guests. Maps the registers through sysfs and polls for
+//! completion.
 //!
-//! Several programs may use one accelerator: each submission holds a lock on the device's register file. Counters are the
-//! device's, not the program's.
+//! Several programs can use one accelerator: each submission holds a lock on the register file of the device. The
+//! counters belong to the device, so they include the commands of other programs.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -25,50 +26,50 @@ use std::time::{Duration, Instant};
 
 use rustix::fs::FlockOperation;
 
-use crate::sys::{OutOfBounds, Shared};
+use crate::sys::{Mapping, OutOfBounds};
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
 
-/// The bit of the command register that permits DMA.
+/// Bus master enable bit of the PCI command register.
 const BUS_MASTER: u8 = 1 << 2;
 
-/// What can go wrong.
+/// Error of the driver.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Not a PCI address of a present device.
+    /// No PCI device has this address.
     #[error("no PCI device {0}")]
     NoDevice(String),
-    /// Another device, or another version of this one.
-    #[error("{0} is no accelerator of version {VERSION}: {1}")]
+    /// The device is no accelerator, or has another register map version.
+    #[error("{0} is no accelerator with register map version {VERSION}: {1}")]
     NotAnAccelerator(String, String),
-    /// A file of the device cannot be used.
+    /// Access to a sysfs or procfs file failed.
     #[error("{}: {error}", path.display())]
     File {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// What the system says.
+        /// Error of the system call.
         error: io::Error,
     },
-    /// The device ended a command with an error.
+    /// The device completed a command with an error.
     #[error("{op:?} failed: {status}")]
     Command {
         /// The command.
         op: Op,
-        /// What the device says.
+        /// Status in the result table.
         status: Status,
     },
-    /// The device has too many commands waiting.
-    #[error("the accelerator's queue is full")]
+    /// The command queue of the device is full.
+    #[error("the command queue of the accelerator is full")]
     QueueFull,
-    /// A command did not end in time, or the device's lock was not free in time.
-    #[error("{0} did not end within {1:?}")]
+    /// A command did not complete in time, or another program held the lock too long.
+    #[error("{0} did not complete within {1:?}")]
     Timeout(&'static str, Duration),
-    /// The device does not answer any more: it was removed.
-    #[error("the accelerator is gone")]
+    /// The device was removed: registers read as all ones.
+    #[error("the accelerator was removed: its registers do not respond")]
     Gone,
-    /// An access outside of a buffer or of the device's memory.
-    #[error("range outside of the memory")]
+    /// A range exceeds the buffer or the memory of the device.
+    #[error("range outside of the buffer or of the accelerator's memory")]
     OutOfBounds,
-    /// The physical addresses of a buffer are hidden from this process.
+    /// The process cannot read physical addresses.
     #[error("physical addresses cannot be read: {0}")]
     Pagemap(&'static str),
 }
@@ -82,40 +83,40 @@ impl From<OutOfBounds> for Error {
 /// Direction of a Fourier transform.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
-    /// Not scaled.
+    /// Forward, not scaled.
     Forward,
-    /// Scaled by 1/points.
+    /// Inverse, scaled by 1/points.
     Inverse,
 }
 
-/// Values of the device's counters.
+/// Values of all counters of the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counters([u64; Counter::COUNT]);
 
 impl Counters {
-    /// The value of one.
+    /// Returns the value of one counter.
     pub fn get(&self, counter: Counter) -> u64 {
         self.0[counter as usize]
     }
 
-    /// Names and values of all.
+    /// Iterates over the names and values of all counters.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> + '_ {
         Counter::ALL.iter().map(|(counter, name)| (*name, self.get(*counter)))
     }
 
-    /// Bytes of host memory that the device's DMA engine touched.
+    /// Returns the bytes of host memory that the DMA engine read and wrote.
     pub fn host_bytes(&self) -> u64 {
         self.get(Counter::HostRead) + self.get(Counter::HostWritten)
     }
 }
 
-/// An accelerator.
+/// An open accelerator.
 #[derive(Debug)]
 pub struct Accel {
     folder: PathBuf,
-    /// Kept open for its lock.
+    /// File of the registers; its lock serializes submissions.
     registers_file: File,
-    registers: Shared,
+    registers: Mapping,
     memory_size: u64,
 }
 
@@ -130,12 +131,12 @@ fn read_text(path: PathBuf) -> Result<String, Error> {
 }
 
 impl Accel {
-    /// Opens the accelerator at PCI address `bdf`, such as `0000:03:00.0`. If no driver has it, its memory is enabled
-    /// first.
+    /// Opens the accelerator at PCI address `bdf`, such as `0000:03:00.0`. Enables the device through sysfs if no
+    /// driver has enabled it. Requires root.
     ///
     /// # Errors
     ///
-    /// See [`Error`]. Needs the right to map the device's registers, which is root's.
+    /// See [`Error`].
     pub fn open(bdf: &str) -> Result<Self, Error> {
         Self::open_in(Path::new("/sys/bus/pci/devices"), bdf)
     }
@@ -149,7 +150,7 @@ impl Accel {
         if ids != (format!("{VENDOR_ID:#06x}"), format!("{DEVICE_ID:#06x}")) {
             return Err(Error::NotAnAccelerator(
                 bdf.to_owned(),
-                format!("its ids are {} {}", ids.0, ids.1),
+                format!("PCI IDs {} {}", ids.0, ids.1),
             ));
         }
         let enable = folder.join("enable");
@@ -160,13 +161,13 @@ impl Accel {
         let path = folder.join("resource0");
         let registers_file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
         let registers =
-            Shared::file(&registers_file, BAR0_SIZE as usize).map_err(|error| Error::File { path, error })?;
+            Mapping::file(&registers_file, BAR0_SIZE as usize).map_err(|error| Error::File { path, error })?;
         let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
         if id == u32::MAX {
             return Err(Error::Gone);
         }
         if (id, version) != (ID, VERSION) {
-            let what = format!("its registers say {id:#010x}, version {version}");
+            let what = format!("register ID {id:#010x}, version {version}");
             return Err(Error::NotAnAccelerator(bdf.to_owned(), what));
         }
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
@@ -178,12 +179,13 @@ impl Accel {
         })
     }
 
-    /// Size of the accelerator's memory, BAR2, in bytes.
+    /// Returns the size of BAR2 in bytes.
     pub fn memory_size(&self) -> u64 {
         self.memory_size
     }
 
-    /// Reads the command register of the configuration space, and sets the bits of `set` in it.
+    /// Sets the bits of `set` in the low byte of the PCI command register, and returns the byte. Writes nothing if
+    /// `set` is 0.
     fn command_register(&self, set: u8) -> Result<u8, Error> {
         const COMMAND: u64 = 4;
         let path = self.folder.join("config");
@@ -202,7 +204,7 @@ impl Accel {
         change().map_err(|error| Error::File { path, error })
     }
 
-    /// Whether the device may do DMA: the bus-master bit of its configuration space.
+    /// Returns whether bus mastering, and so DMA, is enabled.
     ///
     /// # Errors
     ///
@@ -211,7 +213,7 @@ impl Accel {
         Ok(self.command_register(0)? & BUS_MASTER != 0)
     }
 
-    /// Switches the device's DMA on. A driver that has the device may have done so; without one it is off.
+    /// Enables bus mastering. A kernel driver may have enabled it; otherwise it is disabled.
     ///
     /// # Errors
     ///
@@ -220,7 +222,7 @@ impl Accel {
         self.command_register(BUS_MASTER).map(drop)
     }
 
-    /// Maps BAR2 through sysfs. Not possible where a driver has claimed it.
+    /// Maps BAR2 through sysfs. Fails if a driver has claimed BAR2.
     ///
     /// # Errors
     ///
@@ -230,15 +232,15 @@ impl Accel {
         let file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
         let len = usize::try_from(self.memory_size).map_err(|_| Error::OutOfBounds)?;
         Ok(DeviceMemory {
-            map: Shared::file(&file, len).map_err(|error| Error::File { path, error })?,
+            map: Mapping::file(&file, len).map_err(|error| Error::File { path, error })?,
         })
     }
 
-    /// Submits a command and waits for its end, at most for `timeout`. Returns the command's result.
+    /// Submits a command, waits for its completion for at most `timeout`, and returns its result.
     ///
     /// # Errors
     ///
-    /// See [`Error`]. After [`Error::Timeout`] the command may still be running.
+    /// See [`Error`]. After [`Error::Timeout`], the command may still be running.
     pub fn run(
         &self,
         op: Op,
@@ -251,7 +253,7 @@ impl Accel {
         let deadline = Instant::now() + timeout;
         let seq = self.submit(op, flags, offset, length, argument, deadline, timeout)?;
         let entry = result_entry(seq);
-        let mut pace = Pace::new(deadline);
+        let mut poll = Poll::new(deadline);
         loop {
             let word = self.registers.load64(entry)?;
             if word == u64::MAX {
@@ -265,7 +267,7 @@ impl Accel {
                     None => Err(Error::Gone),
                 };
             }
-            if !pace.wait() {
+            if !poll.wait() {
                 return Err(Error::Timeout("a command", timeout));
             }
         }
@@ -306,7 +308,7 @@ impl Accel {
         Ok(seq)
     }
 
-    /// Transforms `length` bytes at `offset`: consecutive vectors of `points` complex f32 each, in place.
+    /// Transforms `length` bytes at `offset` in place: consecutive vectors of `points` complex f32 each.
     ///
     /// # Errors
     ///
@@ -327,13 +329,13 @@ impl Accel {
         self.run(Op::Fft, flags, offset, length, points, timeout).map(drop)
     }
 
-    /// CRC-32C of a range.
+    /// Returns the CRC-32C of a range.
     ///
     /// # Errors
     ///
     /// See [`Accel::run`].
     pub fn checksum(&self, offset: u64, length: u64, timeout: Duration) -> Result<u32, Error> {
-        // Truncated on purpose: the result is a 32-bit sum.
+        // Not truncated: the result is a 32-bit checksum.
         self.run(Op::Crc32c, 0, offset, length, 0, timeout)
             .map(|crc| crc as u32)
     }
@@ -356,7 +358,7 @@ impl Accel {
         self.run(Op::Pattern, 0, offset, length, seed, timeout).map(drop)
     }
 
-    /// Copies within the device's memory.
+    /// Copies within the memory of the device.
     ///
     /// # Errors
     ///
@@ -365,7 +367,7 @@ impl Accel {
         self.run(Op::Copy, 0, to, length, from, timeout).map(drop)
     }
 
-    /// DMA from a bus address into the device's memory.
+    /// Transfers data from a bus address to the memory of the device, by DMA.
     ///
     /// # Errors
     ///
@@ -374,7 +376,7 @@ impl Accel {
         self.run(Op::DmaIn, 0, offset, length, address, timeout).map(drop)
     }
 
-    /// DMA from the device's memory to a bus address.
+    /// Transfers data from the memory of the device to a bus address, by DMA.
     ///
     /// # Errors
     ///
@@ -383,7 +385,7 @@ impl Accel {
         self.run(Op::DmaOut, 0, offset, length, address, timeout).map(drop)
     }
 
-    /// The device's counters. Reading them counts as register reads.
+    /// Reads all counters of the device. The reads themselves count as register reads.
     ///
     /// # Errors
     ///
@@ -403,24 +405,24 @@ impl Accel {
     ///
     /// # Errors
     ///
-    /// None the device reports.
+    /// The device reports no errors.
     pub fn reset_counters(&self) -> Result<(), Error> {
         Ok(self.registers.store32(reg::COUNTERS_RESET, 1)?)
     }
 }
 
-/// Polls without a pause at first, then yields the processor between polls.
-struct Pace {
+/// Poll loop with a deadline: the first polls spin, the later ones sleep.
+struct Poll {
     deadline: Instant,
     polls: u32,
 }
 
-impl Pace {
+impl Poll {
     fn new(deadline: Instant) -> Self {
         Self { deadline, polls: 0 }
     }
 
-    /// False when time is up.
+    /// Waits before the next poll. Returns false after the deadline.
     fn wait(&mut self) -> bool {
         self.polls += 1;
         if self.polls > 16 {
@@ -430,16 +432,16 @@ impl Pace {
     }
 }
 
-/// The advisory lock under which commands are submitted.
+/// Advisory lock (`flock`) that serializes submissions.
 struct Lock<'a>(&'a File);
 
 impl<'a> Lock<'a> {
     fn take(file: &'a File, deadline: Instant) -> io::Result<Option<Self>> {
-        let mut pace = Pace::new(deadline);
+        let mut poll = Poll::new(deadline);
         loop {
             match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(Some(Self(file))),
-                Err(rustix::io::Errno::WOULDBLOCK) if pace.wait() => {}
+                Err(rustix::io::Errno::WOULDBLOCK) if poll.wait() => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
@@ -449,19 +451,19 @@ impl<'a> Lock<'a> {
 
 impl Drop for Lock<'_> {
     fn drop(&mut self) {
-        // The lock goes with the file at the latest.
+        // Ignore an error: closing the file releases the lock too.
         let _ = rustix::fs::flock(self.0, FlockOperation::Unlock);
     }
 }
 
-/// The accelerator's memory, mapped.
+/// Mapping of BAR2.
 #[derive(Debug)]
 pub struct DeviceMemory {
-    map: Shared,
+    map: Mapping,
 }
 
 impl DeviceMemory {
-    /// Copies out of it.
+    /// Copies from the mapping to `data`.
     ///
     /// # Errors
     ///
@@ -470,7 +472,7 @@ impl DeviceMemory {
         Ok(self.map.read(offset, data)?)
     }
 
-    /// Copies into it.
+    /// Copies `data` to the mapping.
     ///
     /// # Errors
     ///
@@ -480,11 +482,11 @@ impl DeviceMemory {
     }
 }
 
-/// Locked memory of this process with known physical addresses, for DMA where bus addresses are physical ones (no IOMMU
-/// in between). The kernel may still move pages when it compacts memory: good for tests, not for data that matters.
+/// Locked memory of this process with known physical addresses. For DMA without an IOMMU, where bus addresses are
+/// physical addresses. For tests only: the kernel may migrate the pages during memory compaction.
 #[derive(Debug)]
 pub struct HostBuffer {
-    map: Shared,
+    map: Mapping,
     page: usize,
     /// Physical address of each page.
     pages: Vec<u64>,
@@ -495,7 +497,7 @@ impl HostBuffer {
     ///
     /// # Errors
     ///
-    /// [`Error::Pagemap`] unless the process is root's.
+    /// [`Error::Pagemap`] if the process is not root.
     pub fn new(len: usize) -> Result<Self, Error> {
         const PRESENT: u64 = 1 << 63;
         const FRAME: u64 = (1 << 55) - 1;
@@ -506,7 +508,7 @@ impl HostBuffer {
             path: path.clone(),
             error,
         };
-        let map = Shared::anonymous(len).map_err(fail)?;
+        let map = Mapping::anonymous(len).map_err(fail)?;
         let mut file = File::open(&path).map_err(fail)?;
         file.seek(SeekFrom::Start((map.address() / page * 8) as u64))
             .map_err(fail)?;
@@ -519,20 +521,20 @@ impl HostBuffer {
                 return Err(Error::Pagemap("a page is not present"));
             }
             if entry & FRAME == 0 {
-                return Err(Error::Pagemap("this process may not know them (not root?)"));
+                return Err(Error::Pagemap("the kernel hides them; run as root"));
             }
             pages.push((entry & FRAME) * page as u64);
         }
         Ok(Self { map, page, pages })
     }
 
-    /// Length in bytes; at least a page.
+    /// Returns the length in bytes; at least one page.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> usize {
         self.map.len()
     }
 
-    /// The buffer's runs of contiguous physical memory, in order: bus address and length.
+    /// Returns the ranges of contiguous physical memory in order: bus address and length.
     pub fn segments(&self) -> Vec<(u64, u64)> {
         let mut segments: Vec<(u64, u64)> = Vec::new();
         for address in &self.pages {
@@ -544,7 +546,7 @@ impl HostBuffer {
         segments
     }
 
-    /// Copies out of it.
+    /// Copies from the buffer to `data`.
     ///
     /// # Errors
     ///
@@ -553,7 +555,7 @@ impl HostBuffer {
         Ok(self.map.read(offset, data)?)
     }
 
-    /// Copies into it.
+    /// Copies `data` to the buffer.
     ///
     /// # Errors
     ///
@@ -567,7 +569,7 @@ impl HostBuffer {
 mod tests {
     use super::*;
 
-    /// A folder that looks like sysfs with one device, whose registers are those given.
+    /// Creates a copy of the sysfs layout with one device and these register values.
     fn devices(vendor: &str, registers: &[(u64, u32)]) -> tempfile::TempDir {
         let devices = tempfile::tempdir().unwrap();
         let folder = devices.path().join("0000:01:00.0");
@@ -612,7 +614,7 @@ mod tests {
 
     #[test]
     fn waits_are_bounded_and_ends_are_told_apart() {
-        // Registers that never change: the sequence number a submission gets is what SUBMITTED held.
+        // The registers never change, so each submission gets the sequence number in SUBMITTED.
         let open = |registers: &[(u64, u32)]| {
             let devices = devices(
                 "0x1234",

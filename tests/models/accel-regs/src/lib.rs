@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Register map of the test bed's accelerator: one definition for the device model and for the programs in guests.
+//! Register map of the test bed's accelerator, shared by the device model and by programs in guests.
 //!
-//! The device is a PCI function with three regions:
+//! The device is a PCI function with three BARs:
 //!
-//! | BAR | what | size |
+//! | BAR | content | size |
 //! |---|---|---|
-//! | 0 | registers, trapped (this map) | [`BAR0_SIZE`] |
-//! | 2 | memory, 64-bit prefetchable, mapped straight into the guest | [`reg::MEMORY_SIZE`] |
+//! | 0 | registers (this map); accesses trap | [`BAR0_SIZE`] |
+//! | 2 | memory, 64-bit prefetchable, mapped into the guest | [`reg::MEMORY_SIZE`] |
 //! | 4 | MSI-X table and pending bits | [`BAR4_SIZE`] |
 //!
-//! Registers are little-endian, 4 or 8 bytes wide, and are accessed at their own width or, for those of 8 bytes, in two
-//! halves. A command is submitted by writing its operation and arguments and then [`reg::DOORBELL`]; the device gives
-//! it the next sequence number, readable in [`reg::SUBMITTED`], and runs commands in that order. When it has ended, its
-//! entry in the result table ([`result_entry`]) holds that number, a [`Status`] and a result; [`reg::COMPLETED`] holds
-//! the number of the last one ended.
+//! Registers are little-endian and 4 or 8 bytes wide. Accesses must have the width of the register; 8-byte registers
+//! can also be accessed in two halves. To submit a command, write its operation and arguments, then [`reg::DOORBELL`].
+//! The device assigns the next sequence number, readable in [`reg::SUBMITTED`], and executes commands in order. On
+//! completion, the command's entry in the result table ([`result_entry`]) holds the sequence number, a [`Status`] and a
+//! result, and [`reg::COMPLETED`] holds the sequence number.
 //!
-//! With the feature `std`, module `driver` drives the device from user space through sysfs.
+//! With the feature `std`, module `driver` is a user-space driver that accesses the device through sysfs.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 
@@ -25,9 +25,9 @@ pub mod driver;
 #[cfg(feature = "std")]
 mod sys;
 
-/// PCI vendor id: one that real hardware does not carry, used by emulators for experiments.
+/// PCI vendor ID, as used by emulators for experiments. No hardware vendor has this ID.
 pub const VENDOR_ID: u16 = 0x1234;
-/// PCI device id.
+/// PCI device ID.
 pub const DEVICE_ID: u16 = 0xa2c1;
 /// PCI class code (24 bits): processing accelerator.
 pub const CLASS: u32 = 0x12_00_00;
@@ -47,16 +47,16 @@ pub const MSIX_VECTORS: u16 = 4;
 
 /// Value of [`reg::ID`]: the bytes `P2PA`.
 pub const ID: u32 = u32::from_le_bytes(*b"P2PA");
-/// Value of [`reg::VERSION`]: version of this map, raised on every incompatible change.
+/// Value of [`reg::VERSION`]: version of this map, incremented on each incompatible change.
 pub const VERSION: u32 = 1;
 
-/// Commands that can wait at once, and entries of the result table; a power of two.
+/// Maximum number of pending commands, and number of entries of the result table. A power of two.
 pub const QUEUE_DEPTH: u32 = 64;
 
-/// Smallest and largest number of points of one transform; both and all between must be powers of two.
+/// Range of the number of points of a transform, which must also be a power of two.
 pub const FFT_POINTS: core::ops::RangeInclusive<u64> = 2..=1 << 20;
 
-/// Longest single DMA transfer, in bytes.
+/// Maximum length of a DMA transfer in bytes.
 pub const DMA_MAX: u64 = 1 << 30;
 
 /// Offsets of the registers in BAR0.
@@ -73,29 +73,29 @@ pub mod reg {
     pub const MEMORY_SIZE: u64 = 0x010;
     /// u32, read-only: [`super::QUEUE_DEPTH`].
     pub const QUEUE_DEPTH: u64 = 0x018;
-    /// u32, read-only: commands accepted and not ended.
+    /// u32, read-only: number of accepted commands that are not completed.
     pub const PENDING: u64 = 0x01c;
-    /// u32, read-only: sequence number of the last command accepted; starts at 0, the first command is 1, wraps.
+    /// u32, read-only: sequence number of the last accepted command. Starts at 0; the first command is 1; wraps around.
     pub const SUBMITTED: u64 = 0x020;
-    /// u32, read-only: sequence number of the last command ended.
+    /// u32, read-only: sequence number of the last completed command.
     pub const COMPLETED: u64 = 0x024;
-    /// u32, read-only: doorbells refused because [`super::QUEUE_DEPTH`] commands were waiting.
+    /// u32, read-only: number of doorbells refused because [`super::QUEUE_DEPTH`] commands were pending.
     pub const REFUSED: u64 = 0x028;
 
     /// u32, read-write: operation of the next command ([`super::Op`]).
     pub const OP: u64 = 0x100;
     /// u32, read-write: see [`super::flags`].
     pub const FLAGS: u64 = 0x104;
-    /// u64, read-write: offset in BAR2 of the range worked on (the destination, where there are two), in bytes.
+    /// u64, read-write: offset of the range in BAR2, in bytes. With two ranges, the destination.
     pub const OFFSET: u64 = 0x108;
-    /// u64, read-write: length of that range in bytes.
+    /// u64, read-write: length of the range in bytes.
     pub const LENGTH: u64 = 0x110;
     /// u64, read-write: the operation's argument; see [`super::Op`].
     pub const ARGUMENT: u64 = 0x118;
-    /// u32, write-only: any value submits the command held in the registers above.
+    /// u32, write-only: any value submits the command in the registers above.
     pub const DOORBELL: u64 = 0x120;
 
-    /// First of the byte and event counters: u64 each, read-only, in the order of [`super::Counter`].
+    /// First counter: u64 each, read-only, in the order of [`super::Counter`].
     pub const COUNTERS: u64 = 0x200;
     /// u32, write-only: any value sets all counters to 0.
     pub const COUNTERS_RESET: u64 = 0x3f8;
@@ -114,52 +114,54 @@ pub const fn result_entry(seq: u32) -> u64 {
 
 /// Bits of [`reg::CONTROL`].
 pub mod control {
-    /// Commands that ask for it raise their interrupt.
+    /// Enables interrupts. A command raises one if it sets [`super::flags::INTERRUPT`].
     pub const INTERRUPTS: u32 = 1 << 0;
-    /// Writing 1 ends every waiting command as [`super::Status::Aborted`]; the bit reads as 0. Memory and counters stay.
+    /// Writing 1 aborts every pending command with [`super::Status::Aborted`]. Reads as 0. Memory and counters keep
+    /// their contents.
     pub const ABORT: u32 = 1 << 1;
 }
 
 /// Bits of [`reg::FLAGS`].
 pub mod flags {
-    /// FFT: the inverse transform.
+    /// FFT: inverse transform.
     pub const INVERSE: u32 = 1 << 0;
-    /// Raise an interrupt when the command ends, on the vector in bits 15..8.
+    /// Raise an interrupt on completion, on the vector in bits 15..8.
     pub const INTERRUPT: u32 = 1 << 1;
     /// Shift of the interrupt vector.
     pub const VECTOR_SHIFT: u32 = 8;
-    /// Every bit that may be set.
+    /// Mask of all defined bits.
     pub const KNOWN: u32 = INVERSE | INTERRUPT | (0xff << VECTOR_SHIFT);
 }
 
-/// Operations, as written to [`reg::OP`]. "Range" is the one of [`reg::OFFSET`] and [`reg::LENGTH`] in BAR2.
+/// Operations, as written to [`reg::OP`]. The "range" is [`reg::LENGTH`] bytes at [`reg::OFFSET`] in BAR2.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// Does nothing.
+    /// No operation.
     Nop = 1,
-    /// Fills the range with the argument, repeated as a little-endian u64; a last part of less than 8 bytes gets the
-    /// first bytes of it.
+    /// Fills the range with the argument, repeated as a little-endian u64. A remainder of less than 8 bytes gets the
+    /// first bytes of the argument.
     Fill = 2,
-    /// Fills the range with a sequence that depends on the argument alone: word i is [`pattern_word`]`(argument, i)`.
+    /// Fills the range with a sequence: word i is [`pattern_word`]`(argument, i)`.
     Pattern = 3,
-    /// Copies LENGTH bytes within BAR2, from the offset in the argument to OFFSET; the ranges may overlap.
+    /// Copies LENGTH bytes in BAR2 from the offset in the argument to OFFSET. The ranges may overlap.
     Copy = 4,
-    /// The result is the CRC-32C of the range.
+    /// Computes the CRC-32C of the range.
     Crc32c = 5,
-    /// Transforms the range in place, as consecutive vectors of complex f32 (re, im) with as many points as the argument
-    /// says. The forward transform is not scaled, the inverse one by 1/points, so that one undoes the other.
+    /// Transforms the range in place. The range holds consecutive vectors of complex f32 (re, im); the argument is the
+    /// number of points of each. The forward transform is not scaled; the inverse is scaled by 1/points.
     Fft = 6,
-    /// Adds f32 values: the range += the range of the same length at the offset in the argument. They must not overlap.
+    /// Adds f32 values: range += the range of the same length at the offset in the argument. The ranges must not
+    /// overlap.
     AddF32 = 7,
-    /// DMA from the bus address in the argument into the range.
+    /// DMA from the bus address in the argument to the range.
     DmaIn = 8,
     /// DMA from the range to the bus address in the argument.
     DmaOut = 9,
 }
 
 impl Op {
-    /// Every operation.
+    /// All operations.
     pub const ALL: [Op; 9] = [
         Op::Nop,
         Op::Fill,
@@ -172,47 +174,47 @@ impl Op {
         Op::DmaOut,
     ];
 
-    /// The operation a value of [`reg::OP`] stands for.
+    /// Converts a value of [`reg::OP`].
     pub fn from_u32(value: u32) -> Option<Op> {
         Op::ALL.into_iter().find(|op| *op as u32 == value)
     }
 
-    /// Value of [`reg::FEATURES`].
+    /// Returns the value of [`reg::FEATURES`].
     pub fn features() -> u32 {
         Op::ALL.into_iter().fold(0, |bits, op| bits | (1 << op as u32))
     }
 }
 
-/// How a command ended.
+/// Completion status of a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Status {
-    /// It did what it should.
+    /// Success.
     Ok = 1,
-    /// No such operation, or unknown flags.
+    /// Unknown operation or flags.
     BadOperation = 2,
-    /// A range does not lie in BAR2.
+    /// A range is not in BAR2.
     BadRange = 3,
-    /// The length is 0, too long, or not a multiple of what the operation works on.
+    /// The length is 0, too long, or no multiple of the operation's element size.
     BadLength = 4,
-    /// An offset is not aligned to what the operation works on.
+    /// An offset is not aligned to the operation's element size.
     BadAlignment = 5,
-    /// The argument is out of bounds, or two ranges overlap that must not.
+    /// The argument is out of range, or two ranges overlap that must not.
     BadArgument = 6,
-    /// DMA: nothing answers at the bus address.
+    /// DMA: no target has the bus address.
     Unreachable = 7,
-    /// DMA: the function's bus-master bit is off.
+    /// DMA: bus mastering is disabled.
     BusMasterOff = 8,
-    /// DMA: the target does not permit the access.
+    /// DMA: the target denies the access.
     Denied = 9,
-    /// DMA: no answer in time.
+    /// DMA: the target did not respond in time.
     Timeout = 10,
-    /// Ended by [`control::ABORT`] or by a reset.
+    /// Aborted by [`control::ABORT`] or by a reset.
     Aborted = 11,
 }
 
 impl Status {
-    /// Every status.
+    /// All statuses.
     pub const ALL: [Status; 11] = [
         Status::Ok,
         Status::BadOperation,
@@ -227,7 +229,7 @@ impl Status {
         Status::Aborted,
     ];
 
-    /// The status a value in the result table stands for.
+    /// Converts a status of the result table.
     pub fn from_u32(value: u32) -> Option<Status> {
         Status::ALL.into_iter().find(|status| *status as u32 == value)
     }
@@ -237,22 +239,22 @@ impl core::fmt::Display for Status {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         f.write_str(match self {
             Status::Ok => "success",
-            Status::BadOperation => "no such operation, or unknown flags",
+            Status::BadOperation => "unknown operation or flags",
             Status::BadRange => "range outside of the accelerator's memory",
             Status::BadLength => "bad length for this operation",
             Status::BadAlignment => "bad alignment for this operation",
             Status::BadArgument => "bad argument for this operation",
-            Status::Unreachable => "nothing answers at the bus address",
-            Status::BusMasterOff => "bus mastering is off",
+            Status::Unreachable => "no DMA target at the bus address",
+            Status::BusMasterOff => "bus mastering is disabled",
             Status::Denied => "access denied by the DMA target",
-            Status::Timeout => "no answer from the DMA target in time",
+            Status::Timeout => "the DMA target did not respond in time",
             Status::Aborted => "aborted",
         })
     }
 }
 
-/// The counters, in the order of their registers. Byte counters count payload, each side of a move on its own: a DMA from
-/// guest memory counts in [`Counter::HostRead`] and in [`Counter::EngineWritten`].
+/// Counters, in the order of their registers. Byte counters count payload, separately for each side of a transfer: a
+/// DMA from guest memory counts in [`Counter::HostRead`] and in [`Counter::EngineWritten`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
@@ -268,34 +270,35 @@ pub enum Counter {
     HostRead,
     /// Bytes of guest memory written by the DMA engine.
     HostWritten,
-    /// Bytes read by the DMA engine from a peer whose memory is shared with the model as a file.
+    /// Bytes read by the DMA engine from a peer whose memory is mapped into the model.
     PeerRead,
-    /// Bytes written by the DMA engine to such a peer.
+    /// Bytes written by the DMA engine to a peer whose memory is mapped into the model.
     PeerWritten,
-    /// Bytes read by the DMA engine by messages, from whatever answers there: peers' BARs that no file stands for.
+    /// Bytes read by the DMA engine by vfio-user messages, from targets that are not mapped, such as other BARs of
+    /// peers.
     MessageRead,
-    /// Bytes written by the DMA engine by messages.
+    /// Bytes written by the DMA engine by vfio-user messages.
     MessageWritten,
-    /// Bytes of BAR2 read by trapped accesses; reads through a mapping of BAR2 cannot be seen.
+    /// Bytes of BAR2 read by trapped accesses. Reads through a mapping of BAR2 are not visible to the model.
     TrappedRead,
     /// Bytes of BAR2 written by trapped accesses.
     TrappedWritten,
-    /// Reads of registers.
+    /// Register reads.
     RegisterReads,
-    /// Writes of registers.
+    /// Register writes.
     RegisterWrites,
-    /// Register accesses that were ignored: unknown offset, width or alignment.
+    /// Ignored register accesses: unknown offset, wrong width or alignment.
     RegisterBad,
-    /// Commands ended with [`Status::Ok`].
+    /// Commands completed with [`Status::Ok`].
     CommandsOk,
-    /// Commands ended otherwise.
+    /// Commands completed with another status.
     CommandsFailed,
     /// Interrupts raised.
     Interrupts,
 }
 
 impl Counter {
-    /// Every counter, in order, with the name it has in JSON.
+    /// All counters in order, with their JSON keys.
     pub const ALL: [(Counter, &'static str); 18] = [
         (Counter::ComputeRead, "compute_read"),
         (Counter::ComputeWritten, "compute_written"),
@@ -317,16 +320,17 @@ impl Counter {
         (Counter::Interrupts, "interrupts"),
     ];
 
-    /// How many there are.
+    /// Number of counters.
     pub const COUNT: usize = Counter::ALL.len();
 
-    /// Offset of the counter's register in BAR0.
+    /// Returns the offset of the counter's register in BAR0.
     pub const fn register(self) -> u64 {
         reg::COUNTERS + self as u64 * 8
     }
 }
 
-/// Word `index` of the sequence that [`Op::Pattern`] writes for `seed`: the SplitMix64 mixing of seed + index + 1 steps.
+/// Returns word `index` of the sequence that [`Op::Pattern`] writes for `seed`: SplitMix64 after `seed` + `index` + 1
+/// steps.
 pub const fn pattern_word(seed: u64, index: u64) -> u64 {
     let mut z = seed.wrapping_add(index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -334,7 +338,8 @@ pub const fn pattern_word(seed: u64, index: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-// The registers do not overlap and are inside BAR0, and the tables have the order of their indices.
+// The registers must not overlap and must fit in BAR0, the MSI-X table and its pending bits in BAR4. The order of
+// `Counter::ALL` must match the discriminants.
 const _: () = {
     assert!(Counter::COUNT as u64 * 8 + reg::COUNTERS <= reg::COUNTERS_RESET);
     assert!(reg::COUNTERS_RESET + 4 <= reg::RESULTS);
@@ -370,7 +375,7 @@ mod tests {
 
     #[test]
     fn pattern_is_splitmix64() {
-        // The published first outputs of SplitMix64 for seed 1234567.
+        // First published outputs of SplitMix64 for seed 1234567.
         assert_eq!(pattern_word(1_234_567, 0), 6_457_827_717_110_365_317);
         assert_eq!(pattern_word(1_234_567, 1), 3_203_168_211_198_807_973);
     }

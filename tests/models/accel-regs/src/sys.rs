@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory that a device shares with this program: registers, a BAR's memory, a buffer the device does DMA with.
+//! Mappings of memory that a device shares with this program: registers, a BAR, or a DMA buffer.
 
 #![allow(unsafe_code)]
 
@@ -9,22 +9,22 @@ use std::io;
 
 use memmap2::{MmapOptions, MmapRaw};
 
-/// A mapping that is only accessed by volatile loads and stores and by copies, never by reference.
+/// A mapping that is accessed only by volatile loads and stores and by copies, never by reference.
 ///
 /// # Invariants
 ///
-/// `map` is mapped, readable and writable, for its whole length as long as the value lives, and page-aligned.
+/// `map` is page-aligned, and is mapped readable and writable for its whole length while the value exists.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct Mapping {
     map: MmapRaw,
 }
 
-/// A range does not lie in the mapping, or is not aligned.
+/// A range is not in the mapping, or is not aligned.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct OutOfBounds;
 
-impl Shared {
-    /// Maps `len` bytes of a file from its start.
+impl Mapping {
+    /// Maps the first `len` bytes of a file.
     pub(crate) fn file(file: &File, len: usize) -> io::Result<Self> {
         // INVARIANT: `map_raw` maps readable and writable.
         Ok(Self {
@@ -32,7 +32,7 @@ impl Shared {
         })
     }
 
-    /// Maps `len` bytes of memory of this process, present and locked.
+    /// Maps `len` bytes of anonymous memory, populated and locked.
     pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
         let map = MmapOptions::new().len(len).populate().map_anon()?;
         map.lock()?;
@@ -40,12 +40,12 @@ impl Shared {
         Ok(Self { map: map.into() })
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     pub(crate) fn len(&self) -> usize {
         self.map.len()
     }
 
-    /// Address of the first byte in this process.
+    /// Returns the virtual address of the first byte.
     pub(crate) fn address(&self) -> usize {
         self.map.as_ptr().addr()
     }
@@ -55,21 +55,21 @@ impl Shared {
         if end > self.map.len() as u64 || offset % align != 0 {
             return Err(OutOfBounds);
         }
-        // Not truncated: no larger than the length of a mapping.
+        // Not truncated: at most the length of the mapping.
         Ok(offset as usize)
     }
 
-    /// One load of 4 bytes.
+    /// Loads 4 bytes with one volatile access.
     pub(crate) fn load32(&self, offset: u64) -> Result<u32, OutOfBounds> {
         let at = self.check(offset, 4, 4)?;
-        // SAFETY: `check` found 4 bytes from `at` on inside of the mapping and `at` aligned, the mapping is page-aligned
-        // and readable by the type's invariant, and every bit pattern is a u32.
+        // SAFETY: `check` ensures that the 4 bytes at `at` are in the mapping and that `at` is aligned. By the type's
+        // invariant, the mapping is page-aligned and readable. Every bit pattern is a valid u32.
         Ok(u32::from_le(unsafe {
             self.map.as_ptr().add(at).cast::<u32>().read_volatile()
         }))
     }
 
-    /// One load of 8 bytes.
+    /// Loads 8 bytes with one volatile access.
     pub(crate) fn load64(&self, offset: u64) -> Result<u64, OutOfBounds> {
         let at = self.check(offset, 8, 8)?;
         // SAFETY: as in `load32`, for 8 bytes.
@@ -78,11 +78,11 @@ impl Shared {
         }))
     }
 
-    /// One store of 4 bytes.
+    /// Stores 4 bytes with one volatile access.
     pub(crate) fn store32(&self, offset: u64, value: u32) -> Result<(), OutOfBounds> {
         let at = self.check(offset, 4, 4)?;
-        // SAFETY: `check` found 4 bytes from `at` on inside of the mapping and `at` aligned, and the mapping is
-        // page-aligned and writable by the type's invariant.
+        // SAFETY: `check` ensures that the 4 bytes at `at` are in the mapping and that `at` is aligned. By the type's
+        // invariant, the mapping is page-aligned and writable.
         unsafe {
             self.map
                 .as_mut_ptr()
@@ -93,7 +93,7 @@ impl Shared {
         Ok(())
     }
 
-    /// One store of 8 bytes.
+    /// Stores 8 bytes with one volatile access.
     pub(crate) fn store64(&self, offset: u64, value: u64) -> Result<(), OutOfBounds> {
         let at = self.check(offset, 8, 8)?;
         // SAFETY: as in `store32`, for 8 bytes.
@@ -107,20 +107,20 @@ impl Shared {
         Ok(())
     }
 
-    /// Copies out of the mapping.
+    /// Copies from the mapping to `data`.
     pub(crate) fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), OutOfBounds> {
         let at = self.check(offset, data.len(), 1)?;
-        // SAFETY: `check` found `data.len()` bytes from `at` on inside of the mapping, which is readable. No reference to
-        // the mapping exists, so the exclusive `data` does not overlap it.
+        // SAFETY: `check` ensures that `data.len()` bytes at `at` are in the mapping, which is readable by the type's
+        // invariant. No reference to the mapping exists, so the exclusive `data` does not overlap it.
         unsafe { std::ptr::copy_nonoverlapping(self.map.as_ptr().add(at), data.as_mut_ptr(), data.len()) };
         Ok(())
     }
 
-    /// Copies into the mapping.
+    /// Copies `data` to the mapping.
     pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Result<(), OutOfBounds> {
         let at = self.check(offset, data.len(), 1)?;
-        // SAFETY: `check` found `data.len()` bytes from `at` on inside of the mapping, which is writable. No reference to
-        // the mapping exists, so `data` does not overlap it.
+        // SAFETY: `check` ensures that `data.len()` bytes at `at` are in the mapping, which is writable by the type's
+        // invariant. No reference to the mapping exists, so `data` does not overlap it.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.map.as_mut_ptr().add(at), data.len()) };
         Ok(())
     }

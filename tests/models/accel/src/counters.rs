@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The accelerator's counters.
+//! Counters of the accelerator.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use p2pmem_accel_regs::Counter;
 use p2pmem_vfio_user::DmaCounts;
 
-/// One number per [`Counter`]; those of the bus are kept by the bus and only merged in.
+/// One value per [`Counter`]. The bus keeps the counters of bus traffic; `snapshot` merges them.
 #[derive(Debug, Default)]
 pub struct Counters {
     values: [AtomicU64; Counter::COUNT],

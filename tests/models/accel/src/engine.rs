@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The worker: carries out commands on the accelerator's memory, and DMA.
+//! The worker: executes commands on the accelerator's memory, and DMA.
 //!
-//! Memory is worked on in pieces, copied out and back: the guest may change it at any time, so it is never borrowed. A
-//! command checks between pieces whether it was aborted.
+//! Commands work on copies of chunks, because the guest may change the memory at any time, so the memory cannot be
+//! borrowed. Between chunks, a command checks whether it was aborted.
 
 use num_complex::Complex32;
 use p2pmem_accel_regs::{self as regs, Counter, FFT_POINTS, Op, Status, flags, pattern_word};
@@ -14,16 +14,16 @@ use tracing::{debug, warn};
 use super::Shared;
 use super::queue::Command;
 
-/// Bytes worked on at a time.
-const PIECE: u64 = 1 << 20;
+/// Bytes per chunk.
+const CHUNK_SIZE: u64 = 1 << 20;
 
-/// Takes commands until the queue is stopped.
+/// Executes commands until the queue is stopped.
 pub(super) fn run(shared: &Shared) {
     let mut worker = Worker {
         shared,
         planner: Planner::default(),
         buffer: Vec::new(),
-        other: Vec::new(),
+        operand: Vec::new(),
     };
     while let Some((number, command, dma)) = shared.queue.take(|| shared.bus.dma.pinned()) {
         let result = worker.execute(number, &command, &dma);
@@ -31,7 +31,7 @@ pub(super) fn run(shared: &Shared) {
             Ok(value) => (Status::Ok, value),
             Err(status) => (status, 0),
         };
-        debug!(number, ?command, %status, value, "command ended");
+        debug!(number, ?command, %status, value, "command completed");
         let counter = if status == Status::Ok {
             Counter::CommandsOk
         } else {
@@ -43,7 +43,7 @@ pub(super) fn run(shared: &Shared) {
             let vector = ((command.flags >> flags::VECTOR_SHIFT) & 0xff) as u16;
             match shared.bus.irqs.raise(vector) {
                 Raised::Delivered | Raised::Latched => shared.counters.add(Counter::Interrupts, 1),
-                Raised::Dropped | Raised::NoVector => debug!(vector, "an interrupt went nowhere"),
+                Raised::Dropped | Raised::NoVector => debug!(vector, "interrupt not delivered"),
             }
         }
     }
@@ -53,10 +53,10 @@ struct Worker<'a> {
     shared: &'a Shared,
     planner: Planner,
     buffer: Vec<u8>,
-    other: Vec<u8>,
+    operand: Vec<u8>,
 }
 
-/// A range of the accelerator's memory, known to lie in it.
+/// A range within the accelerator's memory.
 #[derive(Clone, Copy)]
 struct Range {
     start: u64,
@@ -116,12 +116,13 @@ impl Worker<'_> {
         }
     }
 
-    /// Calls `step` for each piece of `range` with its start and length; ends early when the command is aborted.
-    fn pieces(
+    /// Calls `step` with start and length of each chunk of `range`. Fails with [`Status::Aborted`] if the command is
+    /// aborted.
+    fn for_each_chunk(
         &mut self,
         number: u64,
         range: Range,
-        piece: u64,
+        chunk_size: u64,
         mut step: impl FnMut(&mut Self, u64, usize) -> Result<(), Status>,
     ) -> Result<(), Status> {
         let mut done = 0;
@@ -129,8 +130,8 @@ impl Worker<'_> {
             if self.shared.queue.is_aborted(number) {
                 return Err(Status::Aborted);
             }
-            let len = piece.min(range.len - done);
-            // Not truncated: a piece is a few megabytes.
+            let len = chunk_size.min(range.len - done);
+            // Not truncated: a chunk has a few megabytes.
             step(self, range.start + done, len as usize)?;
             done += len;
         }
@@ -151,7 +152,7 @@ impl Worker<'_> {
     }
 
     fn fill(&mut self, number: u64, range: Range, word: impl Fn(u64) -> u64) -> Result<u64, Status> {
-        self.pieces(number, range, PIECE, |this, at, len| {
+        self.for_each_chunk(number, range, CHUNK_SIZE, |this, at, len| {
             let mut buffer = std::mem::take(&mut this.buffer);
             buffer.resize(len, 0);
             let first = (at - range.start) / 8;
@@ -167,15 +168,15 @@ impl Worker<'_> {
     }
 
     fn copy(&mut self, number: u64, from: Range, to: Range) -> Result<u64, Status> {
-        // Pieces must go in the order that overwrites no source before it was read.
-        let pieces = to.len.div_ceil(PIECE);
+        // Copy in the order that reads each chunk of an overlapping source before it is overwritten.
+        let chunks = to.len.div_ceil(CHUNK_SIZE);
         let backwards = to.start > from.start;
-        for i in 0..pieces {
+        for i in 0..chunks {
             if self.shared.queue.is_aborted(number) {
                 return Err(Status::Aborted);
             }
-            let at = if backwards { pieces - 1 - i } else { i } * PIECE;
-            let len = PIECE.min(to.len - at);
+            let at = if backwards { chunks - 1 - i } else { i } * CHUNK_SIZE;
+            let len = CHUNK_SIZE.min(to.len - at);
             let result = self.shared.memory().copy_within(from.start + at, to.start + at, len);
             result.map_err(|_| Status::BadRange)?;
             self.shared.counters.add(Counter::ComputeRead, len);
@@ -186,7 +187,7 @@ impl Worker<'_> {
 
     fn crc32c(&mut self, number: u64, range: Range) -> Result<u64, Status> {
         let mut crc = 0;
-        self.pieces(number, range, PIECE, |this, at, len| {
+        self.for_each_chunk(number, range, CHUNK_SIZE, |this, at, len| {
             let mut buffer = std::mem::take(&mut this.buffer);
             let result = this.load(at, &mut buffer, len);
             crc = crc32c::crc32c_append(crc, &buffer);
@@ -213,7 +214,7 @@ impl Worker<'_> {
         let scale = if inverse { 1.0 / points as f32 } else { 1.0 };
         let mut scratch = vec![Complex32::default(); fft.get_inplace_scratch_len()];
         let mut samples: Vec<Complex32> = Vec::new();
-        self.pieces(number, range, PIECE.max(vector), |this, at, len| {
+        self.for_each_chunk(number, range, CHUNK_SIZE.max(vector), |this, at, len| {
             let mut buffer = std::mem::take(&mut this.buffer);
             this.load(at, &mut buffer, len)?;
             samples.clear();
@@ -244,9 +245,9 @@ impl Worker<'_> {
         if to.overlaps(from) {
             return Err(Status::BadArgument);
         }
-        self.pieces(number, to, PIECE, |this, at, len| {
+        self.for_each_chunk(number, to, CHUNK_SIZE, |this, at, len| {
             let mut sum = std::mem::take(&mut this.buffer);
-            let mut add = std::mem::take(&mut this.other);
+            let mut add = std::mem::take(&mut this.operand);
             this.load(at, &mut sum, len)?;
             this.load(from.start + (at - to.start), &mut add, len)?;
             for (a, b) in sum.chunks_exact_mut(4).zip(add.chunks_exact(4)) {
@@ -255,7 +256,7 @@ impl Worker<'_> {
             }
             let result = this.store(at, &sum);
             this.buffer = sum;
-            this.other = add;
+            this.operand = add;
             result
         })?;
         Ok(0)
@@ -274,7 +275,7 @@ impl Worker<'_> {
             Op::DmaIn => dma.read_into(address, memory, range.start, range.len),
             _ => dma.write_from(address, memory, range.start, range.len),
         };
-        // What arrived before an error counts too; the bus knows how much that was.
+        // Bytes that were moved before an error count too. The bus counts them.
         let after = dma.counts();
         let read = (after.host_read + after.peer_read + after.message_read)
             .saturating_sub(before.host_read + before.peer_read + before.message_read);

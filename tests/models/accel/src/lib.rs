@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The accelerator: memory behind a BAR, compute operations on it, a DMA engine, and counters of every byte moved.
+//! Model of an accelerator: memory behind a BAR, compute operations on the memory, a DMA engine, and counters of every
+//! byte moved.
 //!
-//! The registers are those of crate `p2pmem-accel-regs`. Register accesses are answered on the thread that serves the
-//! emulator; commands run one after another on a worker thread, which a register access never waits for.
+//! Crate `p2pmem-accel-regs` defines the registers. The thread that serves the emulator answers register accesses. A
+//! worker thread executes commands in order; register accesses do not wait for the worker.
 
-// The README's example is compiled and run with the tests.
+// Compile and run the README's example as a doctest.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
 mod counters;
@@ -29,19 +30,19 @@ use tracing::error;
 pub use counters::Counters;
 use queue::{Command, Queue};
 
-/// How long a reset waits for the command it ended.
+/// Maximum time a reset waits for the aborted command.
 const RESET_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What an accelerator is made of.
+/// Configuration of an accelerator.
 #[derive(Clone, Copy, Debug)]
 pub struct Settings {
-    /// Size of BAR2 in bytes, a power of two from 4096 on.
+    /// Size of BAR2 in bytes: a power of two, 4096 or more.
     pub memory: u64,
-    /// Speed the link is trained to.
+    /// Negotiated speed of the PCIe link.
     pub speed: LinkSpeed,
-    /// Lanes the link is trained to.
+    /// Negotiated width of the PCIe link, in lanes.
     pub lanes: u8,
-    /// Device serial number.
+    /// PCIe device serial number.
     pub serial: u64,
 }
 
@@ -61,31 +62,31 @@ impl Default for Settings {
 pub struct State {
     /// Size of BAR2 in bytes.
     pub memory: u64,
-    /// Bus address of BAR2, while the BAR is decoded.
+    /// Bus address of BAR2, if memory decoding is enabled.
     pub bar2_address: Option<u64>,
-    /// Sequence number of the last command that was submitted.
+    /// Sequence number of the last submitted command.
     pub submitted: u32,
-    /// Sequence number of the last command that ended.
+    /// Sequence number of the last completed command.
     pub completed: u32,
-    /// Commands that were submitted and have not ended.
+    /// Number of submitted commands that are not completed.
     pub pending: u32,
-    /// Whether the driver has switched interrupts on.
+    /// Whether the driver has enabled interrupts.
     pub interrupts_enabled: bool,
 }
 
-/// What the serving thread, the worker and those who ask from outside of the guest share.
+/// State that the serving thread, the worker, and callers outside of the guest share.
 #[derive(Debug)]
 pub struct Shared {
     bus: Bus,
     memory: Arc<Memory>,
     counters: Counters,
     queue: Queue,
-    /// Bus address of BAR2, 0 for none.
+    /// Bus address of BAR2; 0 if memory decoding is disabled.
     bar2: AtomicU64,
 }
 
 impl Shared {
-    /// The counters, those of the bus included, in the order of [`Counter::ALL`].
+    /// Returns all counters, in the order of [`Counter::ALL`].
     pub fn counters(&self) -> [u64; Counter::COUNT] {
         self.counters.snapshot(&self.bus.dma.counts())
     }
@@ -96,17 +97,17 @@ impl Shared {
         self.bus.dma.reset_counts();
     }
 
-    /// Bytes that the DMA engine has moved, by the name of the memory on the other side.
+    /// Returns the bytes that the DMA engine moved, by name of the DMA target.
     pub fn moved(&self) -> BTreeMap<String, Moved> {
         self.bus.dma.by_target()
     }
 
-    /// The memory behind BAR2.
+    /// Returns the memory behind BAR2.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// The accelerator's state.
+    /// Returns the state of the accelerator.
     pub fn state(&self) -> State {
         let (submitted, completed) = self.queue.sequence();
         let bar2 = self.bar2.load(Ordering::Relaxed);
@@ -121,7 +122,7 @@ impl Shared {
     }
 }
 
-/// The accelerator as the emulator sees it. Its worker ends when it is dropped.
+/// The accelerator as a device of the emulator. Dropping it ends its worker.
 #[derive(Debug)]
 pub struct Accel {
     shared: Arc<Shared>,
@@ -129,27 +130,27 @@ pub struct Accel {
     registers: Region,
     bar2: Region,
     msix: Region,
-    /// What the argument registers hold.
+    /// Current values of the command registers.
     next: Command,
     worker: Worker,
 }
 
 impl Accel {
-    /// Makes an accelerator and starts its worker.
+    /// Creates an accelerator and starts its worker.
     ///
     /// # Errors
     ///
-    /// If the memory cannot be made, or the settings are none a PCI device can have.
+    /// If the memory cannot be allocated, or the settings are invalid for a PCI device.
     pub fn new(settings: Settings) -> io::Result<Self> {
         Self::make(settings, Bus::new(regs::MSIX_VECTORS))
     }
 
-    /// As [`Accel::new`], for an accelerator called `name` that shares a process with other devices of its guest: they
-    /// reach its memory directly, and it theirs.
+    /// Creates an accelerator with the name `name` in a process that serves several devices of one guest. The devices
+    /// access each other's memory directly.
     ///
     /// # Errors
     ///
-    /// As [`Accel::new`], and if there is a peer of that name.
+    /// As [`Accel::new`], and if a peer has the same name.
     pub fn among(settings: Settings, name: &str, peers: &Peers) -> io::Result<Self> {
         let accel = Self::make(settings, Bus::among(regs::MSIX_VECTORS, peers))?;
         let offered = accel.shared.bus.offer(2, name, &accel.shared.memory);
@@ -161,10 +162,7 @@ impl Accel {
         if !settings.memory.is_power_of_two() || settings.memory < 4096 {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                format!(
-                    "memory of {} bytes: it must be a power of two, 4096 or more",
-                    settings.memory
-                ),
+                format!("BAR2 size {}: must be a power of two, 4096 or more", settings.memory),
             ));
         }
         let config = ConfigBuilder::new(regs::VENDOR_ID, regs::DEVICE_ID)
@@ -201,7 +199,7 @@ impl Accel {
         })
     }
 
-    /// What others may look at while the device is served.
+    /// Returns the state that callers may access while the device is served.
     pub fn shared(&self) -> Arc<Shared> {
         Arc::clone(&self.shared)
     }
@@ -211,8 +209,8 @@ impl Accel {
         self.worker.health()
     }
 
-    /// The 8 bytes of registers at `offset`, a multiple of 8; `None` where there is nothing.
-    fn word(&self, offset: u64) -> Option<u64> {
+    /// Returns the 8 bytes of registers at `offset`, a multiple of 8. `None` if the offset is unknown.
+    fn read64(&self, offset: u64) -> Option<u64> {
         let pair = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
         let queue = &self.shared.queue;
         Some(match offset {
@@ -245,7 +243,7 @@ impl Accel {
         })
     }
 
-    /// Writes 4 bytes of registers; false where nothing can be written.
+    /// Writes 4 bytes of registers. Returns false if the register is unknown or read-only.
     fn write32(&mut self, offset: u64, value: u32) -> bool {
         fn half(word: &mut u64, high: bool, value: u32) {
             let shift = if high { 32 } else { 0 };
@@ -301,7 +299,7 @@ impl Device for Accel {
         self.shared.counters.add(Counter::RegisterReads, 1);
         let len = data.len();
         let word = if (len == 4 || len == 8) && offset % len as u64 == 0 {
-            self.word(offset & !7)
+            self.read64(offset & !7)
         } else {
             None
         };
@@ -334,7 +332,7 @@ impl Device for Accel {
         self.shared.bus.dma.abort();
         if !self.shared.queue.wait_idle(RESET_TIMEOUT) {
             error!(
-                "the worker did not end its command within {} s of a reset",
+                "the worker did not complete the aborted command within {} s of a reset",
                 RESET_TIMEOUT.as_secs()
             );
         }
@@ -360,7 +358,7 @@ impl Device for Accel {
     }
 
     fn disconnected(&mut self) {
-        // The next client finds a device fresh from power-on, but for its memory and counters.
+        // The next client gets a device in power-on state, except for memory and counters.
         self.reset();
         self.config.reset();
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands waiting, the one running, and how the last ones ended.
+//! Command queue: waiting commands, the running command, and the results of the last commands.
 //!
-//! Inside, commands are numbered without wrapping and across resets; registers show the number since the last reset, cut
-//! to 32 bits. A command whose number is at most `aborted` is ended without effect on what is not yet done of it.
+//! Internal command numbers are 64-bit and continue across resets. The registers show the lower 32 bits of the number
+//! since the last reset. Commands with a number up to `aborted` stop before their next chunk.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use p2pmem_accel_regs::{QUEUE_DEPTH, Status, control};
 
-/// A command as the registers held it at the doorbell.
+/// A command: values of the command registers at the doorbell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Command {
     pub(super) op: u32,
@@ -24,7 +24,7 @@ pub(super) struct Command {
 
 /// An entry of the result table.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Outcome {
+pub(super) struct ResultEntry {
     pub(super) seq: u32,
     pub(super) status: u32,
     pub(super) value: u64,
@@ -34,13 +34,14 @@ pub(super) struct Outcome {
 struct State {
     waiting: VecDeque<(u64, Command)>,
     running: bool,
-    /// Number of the last command accepted, of the last one ended, and of the last one before the last reset.
+    /// Numbers of the last accepted command, of the last completed command, and of the last command before the last
+    /// reset.
     submitted: u64,
     completed: u64,
     base: u64,
     refused: u32,
     control: u32,
-    results: [Outcome; QUEUE_DEPTH as usize],
+    results: [ResultEntry; QUEUE_DEPTH as usize],
     stopped: bool,
 }
 
@@ -54,13 +55,13 @@ impl Default for State {
             base: 0,
             refused: 0,
             control: 0,
-            results: [Outcome::default(); QUEUE_DEPTH as usize],
+            results: [ResultEntry::default(); QUEUE_DEPTH as usize],
             stopped: false,
         }
     }
 }
 
-/// The queue between the registers and the worker.
+/// Queue between the registers and the worker.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -85,7 +86,8 @@ impl Queue {
         self.changed.notify_all();
     }
 
-    /// Waits for the next command; `begin` is called before anyone else sees that it has begun. `None` when stopped.
+    /// Waits for the next command. Calls `begin` with the queue locked, so that no other thread sees the command as
+    /// running before. Returns `None` if the queue is stopped.
     pub(super) fn take<T>(&self, begin: impl FnOnce() -> T) -> Option<(u64, Command, T)> {
         let mut state = self.lock();
         loop {
@@ -100,7 +102,7 @@ impl Queue {
         }
     }
 
-    /// The command taken last has ended. Returns whether it may raise an interrupt.
+    /// Completes the running command. Returns whether the command may raise an interrupt.
     pub(super) fn finish(&self, number: u64, status: Status, value: u64) -> bool {
         let mut state = self.lock();
         state.running = false;
@@ -108,7 +110,7 @@ impl Queue {
         let current = number > state.base;
         if current {
             let seq = (number - state.base) as u32;
-            state.results[(seq % QUEUE_DEPTH) as usize] = Outcome {
+            state.results[(seq % QUEUE_DEPTH) as usize] = ResultEntry {
                 seq,
                 status: status as u32,
                 value,
@@ -118,34 +120,34 @@ impl Queue {
         current && state.control & control::INTERRUPTS != 0
     }
 
-    /// Whether the command with this number was aborted.
+    /// Returns whether the command with this number is aborted.
     pub(super) fn is_aborted(&self, number: u64) -> bool {
         number <= self.aborted.load(Ordering::SeqCst)
     }
 
-    /// Aborts everything accepted so far.
+    /// Aborts all commands that were accepted so far.
     pub(super) fn abort(&self) {
         let state = self.lock();
         self.aborted.store(state.submitted, Ordering::SeqCst);
     }
 
-    /// Waits until nothing is running or waiting; false if that takes too long.
+    /// Waits until no command is running or waiting. Returns false after `timeout`.
     pub(super) fn wait_idle(&self, timeout: Duration) -> bool {
         let busy = |state: &mut State| state.running || !state.waiting.is_empty();
         let waited = self.changed.wait_timeout_while(self.lock(), timeout, busy);
         !waited.unwrap_or_else(PoisonError::into_inner).1.timed_out()
     }
 
-    /// Power-on state, as the registers show it.
+    /// Resets the state that the registers show.
     pub(super) fn reset(&self) {
         let mut state = self.lock();
         state.base = state.submitted;
         state.refused = 0;
         state.control = 0;
-        state.results = [Outcome::default(); QUEUE_DEPTH as usize];
+        state.results = [ResultEntry::default(); QUEUE_DEPTH as usize];
     }
 
-    /// Lets the worker end.
+    /// Makes the worker end.
     pub(super) fn stop(&self) {
         self.lock().stopped = true;
         self.changed.notify_all();
@@ -161,14 +163,14 @@ impl Queue {
 
     pub(super) fn pending(&self) -> u32 {
         let state = self.lock();
-        // Not truncated: no more than the queue's depth.
+        // Not truncated: at most the depth of the queue.
         (state.submitted - state.completed) as u32
     }
 
-    /// What the SUBMITTED and COMPLETED registers show.
+    /// Returns the values of registers SUBMITTED and COMPLETED.
     pub(super) fn sequence(&self) -> (u32, u32) {
         let state = self.lock();
-        // Truncated on purpose: the registers wrap.
+        // Truncated on purpose: the registers wrap around.
         (
             state.submitted.saturating_sub(state.base) as u32,
             state.completed.saturating_sub(state.base) as u32,
@@ -179,7 +181,7 @@ impl Queue {
         self.lock().refused
     }
 
-    pub(super) fn result(&self, index: usize) -> Outcome {
+    pub(super) fn result(&self, index: usize) -> ResultEntry {
         self.lock().results.get(index).copied().unwrap_or_default()
     }
 }

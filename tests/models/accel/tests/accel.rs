@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The accelerator as a client sees it: registers, commands, errors, DMA, interrupts, counters.
+//! Tests of the accelerator over vfio-user: registers, commands, errors, DMA, interrupts, counters.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -60,7 +60,7 @@ impl Bench {
         client.write(0, reg::FLAGS, &flags.to_le_bytes()).unwrap();
         client.write(0, reg::OFFSET, &offset.to_le_bytes()).unwrap();
         client.write(0, reg::LENGTH, &length.to_le_bytes()).unwrap();
-        // In two halves, as a 32-bit driver does.
+        // In two halves, as a 32-bit driver writes the register.
         client
             .write(0, reg::ARGUMENT, &(argument as u32).to_le_bytes())
             .unwrap();
@@ -112,10 +112,7 @@ impl Drop for Bench {
     fn drop(&mut self) {
         self.client = None;
         let good = self.server.take().unwrap().join();
-        assert!(
-            std::thread::panicking() || good.unwrap(),
-            "the device was served to a good end"
-        );
+        assert!(std::thread::panicking() || good.unwrap(), "`serve` failed");
     }
 }
 
@@ -169,7 +166,7 @@ fn fills_copies_and_sums() {
             .all(|(i, word)| word == pattern_word(5, i as u64).to_le_bytes())
     );
     assert_eq!(bench.ok(Op::Crc32c, 0, 3 << 20, 0), u64::from(crc32c::crc32c(&data)));
-    // Overlapping copies of more than one chunk, in both directions.
+    // Overlapping copies of several chunks, in both directions.
     bench.ok(Op::Copy, 12_345, 3 << 20, 0);
     assert!(bench.memory(12_345, 3 << 20) == data);
     bench.ok(Op::Copy, 77, 3 << 20, 12_345);
@@ -243,7 +240,7 @@ fn transforms_agree_with_the_definition() {
     let (status, _) = bench.run_flags(Op::Fft, flags::INVERSE, 4096, 24 * N as u64, N as u64);
     assert_eq!(status, Status::Ok);
     assert!(samples(&bench).iter().zip(&input).all(|(a, b)| (a - b).norm() < 1e-5));
-    // Many pieces, and one vector longer than a piece.
+    // Several chunks, and a vector that is longer than a chunk.
     bench.ok(Op::Fft, 0, SIZE, 1024);
     bench.ok(Op::Fft, 0, SIZE, SIZE / 8);
 }
@@ -338,7 +335,7 @@ fn dma_counts_what_it_moves_by_target() {
         assert_eq!(bench.counter(counter), bytes, "{counter:?}");
         assert_eq!(bench.client().read64(0, counter.register()).unwrap(), bytes);
     }
-    // Half of this is there, half is not: the error says so, and what moved is counted.
+    // The second half of this transfer has no target: the command fails, and the first half is counted.
     assert_eq!(
         bench.run(Op::DmaIn, 0, 1 << 17, (1 << 30) + (1 << 20) - (1 << 16)).0,
         Status::Unreachable
@@ -356,7 +353,7 @@ fn interrupts_come_when_asked_for() {
     let mut bench = Bench::new();
     let fds: Vec<OwnedFd> = (0..2).map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap()).collect();
     bench.client().arm(0, &fds).unwrap();
-    // MSI-X is the third capability: 0x84, after power management and PCIe.
+    // MSI-X is the third capability, at 0x84, after power management and PCIe.
     let at = 0x84;
     assert_eq!(bench.client().read32(CONFIG_REGION, at).unwrap() & 0xff, 0x11);
     bench.client().write(CONFIG_REGION, at + 2, &[0, 0x80]).unwrap();
@@ -369,7 +366,7 @@ fn interrupts_come_when_asked_for() {
         .unwrap();
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
     assert_eq!(bench.run_flags(Op::Nop, wanted, 0, 0, 0).0, Status::Ok);
-    // Raised after the result is visible, so it may need a moment.
+    // The interrupt follows the result, so wait for it.
     let mut poll = [rustix::event::PollFd::new(&fds[1], rustix::event::PollFlags::IN)];
     let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
     assert_eq!(rustix::event::poll(&mut poll, Some(&timeout)).unwrap(), 1);
@@ -378,7 +375,7 @@ fn interrupts_come_when_asked_for() {
     assert_eq!(
         u64::from_ne_bytes(value),
         1,
-        "only the command that requested an interrupt while interrupts were on"
+        "only the command with flag INTERRUPT while interrupts are enabled"
     );
     assert!(!fired(&fds[0]));
 }
@@ -387,7 +384,7 @@ fn interrupts_come_when_asked_for() {
 fn a_full_queue_refuses() {
     let mut bench = Bench::new();
     bench.enable_dma();
-    // A DMA that nobody answers keeps the worker: what arrives is read here without answering it.
+    // A DMA message without a reply blocks the worker, so this test reads messages and does not reply to them.
     let send = |bench: &mut Bench, offset: u64, data: &[u8]| {
         let head = access(offset, data.len() as u32);
         bench
@@ -401,10 +398,10 @@ fn a_full_queue_refuses() {
     for _ in 0..QUEUE_DEPTH + 10 {
         send(&mut bench, reg::DOORBELL, &[1, 0, 0, 0]);
     }
-    assert_eq!(read32_silently(&mut bench, reg::REFUSED), 10);
-    assert_eq!(read32_silently(&mut bench, reg::SUBMITTED), QUEUE_DEPTH);
-    assert_eq!(read32_silently(&mut bench, reg::PENDING), QUEUE_DEPTH);
-    // Abort ends them all.
+    assert_eq!(read32_without_dma_replies(&mut bench, reg::REFUSED), 10);
+    assert_eq!(read32_without_dma_replies(&mut bench, reg::SUBMITTED), QUEUE_DEPTH);
+    assert_eq!(read32_without_dma_replies(&mut bench, reg::PENDING), QUEUE_DEPTH);
+    // An abort ends all commands.
     send(&mut bench, reg::CONTROL, &control::ABORT.to_le_bytes());
     bench
         .client()
@@ -414,8 +411,8 @@ fn a_full_queue_refuses() {
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
 }
 
-/// Reads a register, leaving the device's DMA messages unanswered.
-fn read32_silently(bench: &mut Bench, offset: u64) -> u32 {
+/// Reads a register without replying to DMA messages of the device.
+fn read32_without_dma_replies(bench: &mut Bench, offset: u64) -> u32 {
     let id = bench
         .client()
         .send(command::REGION_READ, 0, &[&access(offset, 4)], &[])
@@ -435,7 +432,7 @@ fn read32_silently(bench: &mut Bench, offset: u64) -> u32 {
     }
 }
 
-/// The start of a message about registers.
+/// Builds the header of a region access message.
 fn access(offset: u64, count: u32) -> Vec<u8> {
     [&offset.to_le_bytes()[..], &0_u32.to_le_bytes(), &count.to_le_bytes()].concat()
 }
@@ -488,7 +485,7 @@ fn odd_accesses_are_ignored_and_counted() {
 proptest! {
     #![proptest_config(config(40))]
 
-    /// Any values in the command registers lead to a result, and the device answers afterwards.
+    /// Each command with arbitrary values gets a result, and the device keeps working.
     #[test]
     fn any_command_ends(
         op in 0_u32..12,
@@ -503,7 +500,7 @@ proptest! {
         prop_assert_eq!(bench.client().read32(0, reg::ID).unwrap(), ID);
     }
 
-    /// Register accesses of any place and width do no harm.
+    /// Register accesses at arbitrary offsets and widths get a reply, and the device keeps working.
     #[test]
     fn any_register_access_is_answered(
         accesses in proptest::collection::vec((0..BAR0_SIZE, 1_usize..17, any::<bool>(), any::<u8>()), 1..50),

@@ -2,14 +2,14 @@
 
 //! Parses C headers of the mlx5 driver: the offset of each structure member, and the value of each enumerator.
 //!
-//! The parser understands two kinds of structures. Those named `mlx5_ifc_*_bits` describe big-endian bit fields: every
-//! `u8` in them stands for one bit. All others are ordinary C structures of fixed-width members. It skips structures with
-//! other members (pointers, kernel types); code that uses such a structure does not compile.
+//! The parser supports two kinds of structures. `mlx5_ifc_*_bits` structures describe big-endian bit fields: each `u8`
+//! stands for one bit. All others are C structures of fixed-width members. The parser skips structures with other
+//! members (pointers, kernel types); code that uses such a structure does not compile.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What is known of the headers read so far.
+/// Contents of the headers that were read.
 #[derive(Debug, Default)]
 pub struct Headers {
     /// Structures and unions by their C name.
@@ -18,33 +18,33 @@ pub struct Headers {
     pub constants: BTreeMap<String, u64>,
 }
 
-/// Size and members of a structure or union; all in bits.
+/// Size and members of a structure or union, in bits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Layout {
     /// Total size.
     pub bits: u64,
     /// Alignment.
     pub align: u64,
-    /// Members in order; those of nested unnamed structures stand here too, those of named ones as `outer_inner`.
+    /// Members in order. Includes members of nested unnamed structures, and members of named ones as `outer_inner`.
     pub members: Vec<Member>,
 }
 
 /// A member of a structure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// Its name.
+    /// Name.
     pub name: String,
-    /// Distance from the structure's start, in bits.
+    /// Offset in the structure, in bits.
     pub offset: u64,
     /// Width of one element, in bits.
     pub width: u64,
-    /// Number of elements; `None` for what is no array, 0 for one without a length.
+    /// Number of elements; `None` if the member is no array, 0 for a flexible array.
     pub count: Option<u64>,
     /// Whether the element is a structure.
     pub aggregate: bool,
 }
 
-/// What cannot be understood, and where.
+/// A syntax error, with its position.
 #[derive(Debug)]
 pub struct HeaderError(String);
 
@@ -62,12 +62,12 @@ fn fail<T>(text: impl Into<String>) -> Result<T> {
     Err(HeaderError(text.into()))
 }
 
-/// What `u8` and its kin mean in a structure.
+/// Meaning of a member's type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unit {
-    /// A `u8` is one bit.
+    /// `mlx5_ifc` structure: a `u8` is one bit.
     Bits,
-    /// C's own rules.
+    /// C structure.
     Bytes,
 }
 
@@ -107,7 +107,7 @@ impl<'a> Tokens<'a> {
         self.at >= self.all.len()
     }
 
-    /// Steps behind the bracket that closes the one just taken.
+    /// Skips all tokens up to and including the bracket that closes the last one.
     fn skip_balanced(&mut self) {
         let mut depth = 1;
         while depth > 0 && !self.done() {
@@ -119,7 +119,7 @@ impl<'a> Tokens<'a> {
         }
     }
 
-    /// The tokens up to, not including, the bracket that closes the one just taken; steps behind it.
+    /// Returns the tokens up to the bracket that closes the last one, and skips that bracket.
     fn balanced(&mut self) -> &'a [String] {
         let start = self.at.min(self.all.len());
         self.skip_balanced();
@@ -129,7 +129,7 @@ impl<'a> Tokens<'a> {
 }
 
 /// Removes comments and joins continued lines.
-fn plain(text: &str) -> String {
+fn strip_comments(text: &str) -> String {
     let text = text.replace("\\\n", " ");
     let mut out = String::with_capacity(text.len());
     let mut rest = text.as_str();
@@ -172,13 +172,13 @@ fn tokenize(text: &str) -> Vec<String> {
 }
 
 impl Headers {
-    /// Reads a header after those it builds on.
+    /// Reads a header. The headers it depends on must be read before.
     ///
     /// # Errors
     ///
-    /// A `mlx5_ifc` structure that cannot be understood.
+    /// If an `mlx5_ifc` structure cannot be parsed.
     pub fn read(&mut self, text: &str) -> Result<()> {
-        let text = plain(text);
+        let text = strip_comments(text);
         let mut code = String::with_capacity(text.len());
         for line in text.lines() {
             match line.trim_start().strip_prefix('#') {
@@ -233,7 +233,7 @@ impl Headers {
             .find(|c: char| !c.is_alphanumeric() && c != '_')
             .unwrap_or(rest.len());
         let (name, value) = rest.split_at(end);
-        // A bracket right behind the name makes a macro with arguments.
+        // A bracket directly after the name starts a macro with arguments.
         if value.starts_with('(') || value.trim().is_empty() {
             return;
         }
@@ -267,7 +267,7 @@ impl Headers {
         }
     }
 
-    /// What a constant expression is worth, if it is made of what is known.
+    /// Evaluates a constant expression. Returns `None` if it contains an unknown name or operator.
     fn value(&self, tokens: &[String]) -> Option<u64> {
         let mut tokens = Tokens { all: tokens, at: 0 };
         let value = self.expression(&mut tokens, 0)?;
@@ -345,7 +345,7 @@ impl Headers {
         while !tokens.done() {
             let flexible = tokens.take("DECLARE_FLEX_ARRAY");
             if tokens.peek(0) == "struct_group" {
-                // A name for some members, which are also members of the structure itself.
+                // struct_group: its members are members of the structure too.
                 tokens.next();
                 tokens.expect("(")?;
                 let inner = tokens.balanced();
@@ -365,7 +365,7 @@ impl Headers {
             if flexible {
                 tokens.expect(",")?;
             }
-            // Declarators: `name`, `name[3]`, `name[3][8]`, `name:1`, none at all; several with commas between.
+            // Declarators, separated by commas: `name`, `name[3]`, `name[3][8]`, `name:1`, or empty.
             loop {
                 let name = if tokens.peek(0).starts_with(|c: char| c.is_alphabetic() || c == '_')
                     && tokens.peek(0) != "__packed"
@@ -414,7 +414,7 @@ impl Headers {
         Ok(layout)
     }
 
-    /// The type before a declarator.
+    /// Parses the type before a declarator.
     fn element(&self, tokens: &mut Tokens<'_>, unit: Unit) -> Result<Element> {
         let word = tokens.next();
         if word == "struct" || word == "union" {
@@ -460,17 +460,17 @@ impl Headers {
 struct Element {
     bits: u64,
     align: u64,
-    /// Members of a structure defined on the spot.
+    /// Members of a structure that is defined in place.
     inline: Option<Vec<Member>>,
     aggregate: bool,
 }
 
 impl Element {
-    /// The members that a declarator makes of this type, and their size in bits.
+    /// Returns the members of a declarator of this type, and their size in bits.
     fn declare(&self, name: &str, mut extents: Vec<u64>, unit: Unit) -> Result<(Vec<Member>, u64)> {
         let mut width = self.bits;
         if unit == Unit::Bits && !self.aggregate {
-            // The last extent is the field's width, those before it make an array.
+            // The last extent is the width of the field; those before it are the array dimensions.
             match extents.pop() {
                 Some(0) => extents.push(0),
                 Some(last) => width = last,
@@ -505,7 +505,7 @@ impl Element {
 }
 
 impl Layout {
-    /// Adds members at the place that is next for them; returns where the structure ends now.
+    /// Adds members at the next position. Returns the new end of the structure.
     fn place(&mut self, end: u64, union: bool, packed: bool, members: &[Member], bits: u64, align: u64) -> u64 {
         let mut start = if union { 0 } else { end };
         if !packed {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Serves one ConnectX at each socket that the command line names; all hang on one switch.
+//! Serves one ConnectX adapter per socket path on the command line. All adapters are on one switch.
 //!
 //!     connectx /tmp/a.sock /tmp/b.sock
 
@@ -12,7 +12,7 @@ use p2pmem_ib::{Fabric, Topology};
 use p2pmem_mlx5::{Nic, Settings, VECTORS};
 use p2pmem_vfio_user::{Bus, LinkSpeed, Listener, serve};
 
-/// The first GUID, locally administered.
+/// First GUID, locally administered.
 const FIRST_GUID: u64 = 0x0200_00ff_fe00_0001;
 
 /// Serves an adapter to one guest after another.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What an adapter's two workers share, and how a transfer is in flight while keys change.
+//! State that both workers share, and transfers in flight while memory keys change.
 //!
-//! Locks, in the order in which they are taken: the driver's engine, then the adapter's state. Neither is held while
-//! payload is moved or a transfer is held, and the state is let go while a change of a key waits for transfers. No thread
-//! waits for a lock while a transfer of its own is in flight, so every such wait ends with the transfers: and they end, by
-//! themselves or because DMA is aborted. The thread that serves the emulator takes none of these locks.
+//! Lock order: the engine of the REG_UMR queue pairs, then the adapter's state. No thread holds either lock while it
+//! moves payload or holds a transfer. Atomics are the exception: they move 8 bytes with the state locked. A change of a
+//! memory key drops the state lock while it waits for transfers. No thread waits for a lock while its own transfer is
+//! in flight. So each wait ends when the transfers end, either normally or because DMA is aborted. The thread that
+//! serves the emulator takes none of these locks.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -20,34 +21,34 @@ use super::hold::Hold;
 use super::host::bus_fault;
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::Hca;
-use super::wqe::Local;
+use super::wqe::LocalOp;
 
-/// How long a change of a key waits for transfers by the key: longer than anything can hold one.
+/// Maximum time a change of a memory key waits for transfers. Longer than `hold::HOLD_TIMEOUT`.
 const DRAIN_LIMIT: Duration = Duration::from_secs(90);
 
-/// An adapter.
+/// State of an adapter, shared by its workers.
 #[derive(Debug)]
 pub(super) struct Adapter {
     hca: Mutex<Hca>,
-    /// The transport of the driver's own queue pairs, which change keys and send nothing: theirs is the commands' worker,
-    /// so that keys change while the transport's worker moves payload.
-    driver: Mutex<Engine>,
-    /// A transfer has ended while a change of a key waits.
-    landed: Condvar,
+    /// Engine of the REG_UMR queue pairs, which change memory keys and send no packets. The command worker runs this
+    /// engine, so memory keys can change while the transport worker moves payload.
+    umr_engine: Mutex<Engine>,
+    /// Notified at the end of each transfer; a change of a memory key waits for it.
+    transfer_ended: Condvar,
     pub(super) inboxes: Arc<Inboxes>,
     pub(super) hold: Arc<Hold>,
     started: Instant,
 }
 
-/// Transfers by a key did not end in time.
+/// Transfers that use a memory key did not end within [`DRAIN_LIMIT`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Undrained;
+pub(super) struct DrainTimeout;
 
 impl Adapter {
     pub(super) fn new(hca: Hca, inboxes: Arc<Inboxes>, hold: Arc<Hold>) -> Self {
         Self {
-            driver: Mutex::new(Engine::new(hca.attributes.clone())),
-            landed: Condvar::new(),
+            umr_engine: Mutex::new(Engine::new(hca.attributes.clone())),
+            transfer_ended: Condvar::new(),
             started: hca.started,
             hca: Mutex::new(hca),
             inboxes,
@@ -59,33 +60,36 @@ impl Adapter {
         self.hca.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn driver(&self) -> MutexGuard<'_, Engine> {
-        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn umr_engine(&self) -> MutexGuard<'_, Engine> {
+        self.umr_engine.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no access by a key is in flight that began before now. The caller has seen to it that what begins from
-    /// now on finds the key changed.
-    pub(super) fn drain(&self, hca: MutexGuard<'_, Hca>, index: u32) -> Result<(), Undrained> {
-        let before = hca.objects.mkeys.next_flight();
+    /// Waits until no transfer that uses mkey `index` and began before this call is in flight. The caller has already
+    /// changed the mkey, so later transfers use the new state.
+    pub(super) fn drain(&self, hca: MutexGuard<'_, Hca>, index: u32) -> Result<(), DrainTimeout> {
+        let before = hca.objects.mkeys.next_transfer();
         let busy = |hca: &Hca| hca.objects.mkeys.in_flight(index, before);
-        if !busy(&hca) || !self.hold.drains() {
+        if !busy(&hca) || !self.hold.drain_enabled() {
             return Ok(());
         }
         self.hold.draining(true);
         let (hca, timeout) = self
-            .landed
+            .transfer_ended
             .wait_timeout_while(hca, DRAIN_LIMIT, |hca| busy(hca))
             .unwrap_or_else(PoisonError::into_inner);
         self.hold.draining(false);
         if timeout.timed_out() && busy(&hca) {
-            warn!(name = hca.identity.name, index, "transfers by a key do not end");
+            warn!(
+                name = hca.identity.name,
+                index, "transfers that use a memory key did not end in time"
+            );
             hca.counters.undrained();
-            return Err(Undrained);
+            return Err(DrainTimeout);
         }
         Ok(())
     }
 
-    /// How long nothing else is to be done, after an engine has done its part.
+    /// Returns how long a worker may sleep, from the result of its engine and the moderated events.
     pub(super) fn wait(&self, next: Next, hca: &Hca) -> Wait {
         let engine = match next {
             Next::More => return Wait::No,
@@ -99,40 +103,40 @@ impl Adapter {
         }
     }
 
-    /// Goes on with the driver's own queue pairs.
-    pub(super) fn run_driver(&self) -> Wait {
-        let next = self.driver().run(&mut Unlocked(self));
+    /// Runs the engine of the REG_UMR queue pairs.
+    pub(super) fn run_umr_engine(&self) -> Wait {
+        let next = self.umr_engine().run(&mut AdapterHost(self));
         let mut hca = self.hca();
-        hca.moderate(Instant::now());
-        if hca.has_broken_queues() {
-            self.inboxes.put(Message::Look);
+        hca.fire_moderated_events(Instant::now());
+        if hca.has_broken_cqs() {
+            self.inboxes.put(Message::BrokenCqs);
         }
         self.wait(next, &hca)
     }
 
-    /// Does a transfer of payload: its addresses are found with the state locked, its bytes are moved without.
+    /// Transfers payload. The state is locked for the address translation, and unlocked while the bytes are moved.
     fn transfer<T>(
         &self,
         access: &Access,
         write: bool,
         transfer: impl FnOnce(&Dma, &[Extent]) -> Result<T, DmaError>,
     ) -> Result<T, Fault> {
-        let (flight, extents, dma) = self.hca().depart(access)?;
-        self.hold.pass(access.qpn, write, access.length);
+        let (id, extents, dma) = self.hca().begin_transfer(access)?;
+        self.hold.hold_if_requested(access.qpn, write, access.length);
         let result = transfer(&dma, &extents);
         let mut hca = self.hca();
-        hca.land(flight, extents);
+        hca.end_transfer(id, extents);
         drop(hca);
-        self.landed.notify_all();
+        self.transfer_ended.notify_all();
         result.map_err(|error| bus_fault(&error))
     }
 }
 
-/// An adapter as its transports see it: the state is locked for each call, and not while payload is moved.
+/// [`Host`] of the transport engines: locks the state for each call, except while payload is moved.
 #[derive(Debug)]
-pub(super) struct Unlocked<'a>(pub(super) &'a Adapter);
+pub(super) struct AdapterHost<'a>(pub(super) &'a Adapter);
 
-impl Host for Unlocked<'_> {
+impl Host for AdapterHost<'_> {
     fn now(&mut self) -> Duration {
         self.0.started.elapsed()
     }
@@ -160,7 +164,7 @@ impl Host for Unlocked<'_> {
     }
 
     fn atomic(&mut self, access: &Access, operation: Atomic) -> Result<u64, Fault> {
-        // 8 bytes: in flight too short a time to be held.
+        // An atomic moves its 8 bytes with the state locked, so no mkey changes while the atomic is in flight.
         self.0.hca().atomic(access, operation)
     }
 
@@ -171,16 +175,16 @@ impl Host for Unlocked<'_> {
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
         let mut hca = self.0.hca();
         let local = hca.take_local(qpn, id)?;
-        let Local::Umr(umr) = local else { return Ok(()) };
+        let LocalOp::Umr(umr) = local else { return Ok(()) };
         hca.change_key(qpn, &umr)?;
-        // What is in flight began by the key as it was.
-        self.0.drain(hca, umr.key >> 8).map_err(|Undrained| Status::MwBind)
+        // Transfers in flight still use the previous state of the mkey.
+        self.0.drain(hca, umr.key >> 8).map_err(|DrainTimeout| Status::MwBind)
     }
 
     fn invalidate(&mut self, qpn: u32, pd: u32, key: u32) -> Result<(), Fault> {
         let mut hca = self.0.hca();
         hca.invalidate(qpn, pd, key)?;
-        self.0.drain(hca, key >> 8).map_err(|Undrained| Fault::Bus)
+        self.0.drain(hca, key >> 8).map_err(|DrainTimeout| Fault::Bus)
     }
 
     fn complete(&mut self, completion: Completion) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Capabilities: what the adapter reports to the driver as supported, and its limits.
+//! HCA capabilities and the limits of the model.
 //!
 //! Documentation/testbed/nic.md explains the values.
 
@@ -9,7 +9,7 @@ use super::layout::ifc::{
 };
 use super::layout::{Field, constants};
 
-/// How much there is of everything, as logarithms where the name says so.
+/// Limits of the model. `LOG_` values are logarithms.
 pub(super) mod limit {
     pub(crate) const LOG_QPS: u32 = 16;
     pub(crate) const LOG_CQS: u32 = 16;
@@ -20,67 +20,67 @@ pub(super) mod limit {
     pub(crate) const LOG_MKEYS: u32 = 20;
     pub(crate) const LOG_TRANSPORT_DOMAINS: u32 = 14;
     pub(crate) const LOG_MULTICAST_GROUPS: u32 = 14;
-    /// Queue pairs attached to a multicast group.
+    /// Queue pairs per multicast group.
     pub(crate) const MULTICAST_QPS: u32 = 240;
-    /// Sets of queue counters; their numbers have 8 bits, and 0 is none.
+    /// Queue counter sets. Their numbers have 8 bits, and 0 is reserved.
     pub(crate) const Q_COUNTERS: u32 = 255;
-    /// Entries of a send or receive queue; 64 bytes each in a send queue.
+    /// Entries of a send queue (of 64 bytes each) or receive queue.
     pub(crate) const LOG_QP_SIZE: u32 = 15;
     pub(crate) const LOG_SRQ_SIZE: u32 = 15;
     pub(crate) const LOG_CQ_SIZE: u32 = 22;
     pub(crate) const LOG_EQ_SIZE: u32 = 20;
-    /// Bytes of a work queue entry. The NVMe target wants more than 512 in a send queue.
+    /// Maximum bytes of a work queue entry. The NVMe target needs more than 512 in a send queue.
     pub(crate) const SEND_ENTRY: u32 = 1024;
     pub(crate) const RECEIVE_ENTRY: u32 = 512;
-    /// Outstanding reads and atomics of a queue pair, as requester and as responder.
+    /// Outstanding RDMA READs and atomics of a queue pair, as requester and as responder.
     pub(crate) const LOG_READS: u32 = 4;
-    /// Bytes of a message.
+    /// Maximum bytes of a message.
     pub(crate) const LOG_MESSAGE: u32 = 30;
-    /// GIDs and P_Keys of the port. The table of P_Keys has as many entries as the smallest size the driver knows.
+    /// Entries of the port's GID and P_Key tables. 128 is the smallest P_Key table size that the driver supports.
     pub(crate) const GIDS: usize = 8;
     pub(crate) const PKEYS: usize = 128;
 }
 
-/// The adapter's clock ticks in nanoseconds.
+/// Frequency of the adapter's clock: one tick per nanosecond.
 const CLOCK_KHZ: u32 = 1_000_000;
-/// Atomic operations: compare-and-swap and fetch-and-add.
+/// Supported atomic operations: compare-and-swap and fetch-and-add.
 const ATOMIC_OPERATIONS: u32 = 0b11;
-/// Atomics of 8 bytes.
+/// Supported operand size of atomic operations: 8 bytes.
 const ATOMIC_SIZE: u32 = 8;
 
-/// Kinds of capabilities that exist.
+/// Supported capability types.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// What everything else hangs on.
+pub(super) enum CapType {
+    /// General device capabilities.
     General,
-    /// Atomic operations.
+    /// Atomic capabilities.
     Atomic,
-    /// Memory that need not be present.
-    Paging,
+    /// On-demand paging capabilities.
+    Odp,
 }
 
-impl Kind {
-    /// From the driver's number.
+impl CapType {
+    /// Converts the capability type of a command.
     pub(super) fn new(number: u32) -> Option<Self> {
         Some(match number {
             constants::MLX5_CAP_GENERAL => Self::General,
             constants::MLX5_CAP_ATOMIC => Self::Atomic,
-            constants::MLX5_CAP_ODP => Self::Paging,
+            constants::MLX5_CAP_ODP => Self::Odp,
             _ => return None,
         })
     }
 }
 
-/// The capabilities: as large as they can be, and as the driver has set them.
+/// Current capabilities.
 #[derive(Clone, Debug)]
 pub(super) struct Caps {
     general: Vec<u8>,
     atomic: Vec<u8>,
-    paging: Vec<u8>,
+    odp: Vec<u8>,
 }
 
-/// Sets fields one after another.
-fn fill(fields: &[(Field, u64)]) -> Vec<u8> {
+/// Creates a capability structure from field values.
+fn from_fields(fields: &[(Field, u64)]) -> Vec<u8> {
     let mut bytes = vec![0; hca_cap_union::BYTES];
     for (field, value) in fields {
         debug_assert!(*value <= field.max(), "{field:?} cannot hold {value}");
@@ -92,8 +92,8 @@ fn fill(fields: &[(Field, u64)]) -> Vec<u8> {
 fn general() -> Vec<u8> {
     use cmd_hca_cap as cap;
     let wide = |value: u32| u64::from(value);
-    fill(&[
-        // Objects.
+    from_fields(&[
+        // Numbers and sizes of objects.
         (cap::LOG_MAX_QP, wide(limit::LOG_QPS)),
         (cap::LOG_MAX_QP_SZ, wide(limit::LOG_QP_SIZE)),
         (cap::LOG_MAX_SRQ, wide(limit::LOG_SRQS)),
@@ -140,7 +140,7 @@ fn general() -> Vec<u8> {
         (cap::UMR_EXTENDED_TRANSLATION_OFFSET, 1),
         (cap::IMAICL, 1),
         (cap::PG, 1),
-        // The port.
+        // Port.
         (cap::PORT_TYPE, wide(constants::MLX5_CAP_PORT_TYPE_IB)),
         (cap::NUM_PORTS, 1),
         (cap::IB_VIRT, 1),
@@ -150,7 +150,7 @@ fn general() -> Vec<u8> {
         (cap::OUT_OF_SEQ_CNT, 1),
         (cap::RETRANSMISSION_Q_COUNTERS, 1),
         (cap::ENHANCED_ERROR_Q_COUNTERS, 1),
-        // Registers and time.
+        // UAR and clock.
         (cap::LOG_PG_SZ, 12),
         (cap::LOG_BF_REG_SIZE, 9),
         (cap::NUM_OF_UARS_PER_PAGE, 1),
@@ -161,7 +161,7 @@ fn general() -> Vec<u8> {
 }
 
 fn atomic() -> Vec<u8> {
-    fill(&[
+    from_fields(&[
         (atomic_caps::SUPPORTED_ATOMIC_REQ_8B_ENDIANNESS_MODE_1, 1),
         (atomic_caps::ATOMIC_REQ_8B_ENDIANNESS_MODE, 1),
         (atomic_caps::ATOMIC_OPERATIONS, ATOMIC_OPERATIONS.into()),
@@ -169,8 +169,8 @@ fn atomic() -> Vec<u8> {
     ])
 }
 
-fn paging() -> Vec<u8> {
-    let mut bytes = fill(&[(odp_cap::MEM_PAGE_FAULT, 1)]);
+fn odp() -> Vec<u8> {
+    let mut bytes = from_fields(&[(odp_cap::MEM_PAGE_FAULT, 1)]);
     let scheme = odp_cap::MEMORY_PAGE_FAULT_SCHEME_CAP.of_mut(&mut bytes);
     odp_scheme_cap::PAGE_PREFETCH.set(scheme, 1_u32);
     use odp_per_transport_service_cap as service;
@@ -196,40 +196,40 @@ fn paging() -> Vec<u8> {
 }
 
 impl Caps {
-    /// As they are before the driver sets anything.
+    /// Returns the capabilities before any SET_HCA_CAP.
     pub(super) fn new() -> Self {
         let mut atomic = atomic();
         atomic_caps::ATOMIC_REQ_8B_ENDIANNESS_MODE.set(&mut atomic, 0_u32);
         Self {
             general: general(),
             atomic,
-            paging: paging(),
+            odp: odp(),
         }
     }
 
-    /// The capabilities of a kind as they are, as a query shows them.
-    pub(super) fn current(&self, kind: Kind) -> &[u8] {
-        match kind {
-            Kind::General => &self.general,
-            Kind::Atomic => &self.atomic,
-            Kind::Paging => &self.paging,
+    /// Returns the current capabilities of a type.
+    pub(super) fn current(&self, cap_type: CapType) -> &[u8] {
+        match cap_type {
+            CapType::General => &self.general,
+            CapType::Atomic => &self.atomic,
+            CapType::Odp => &self.odp,
         }
     }
 
-    /// The largest that they can be.
-    pub(super) fn largest(kind: Kind) -> Vec<u8> {
-        match kind {
-            Kind::General => general(),
-            Kind::Atomic => atomic(),
-            Kind::Paging => paging(),
+    /// Returns the maximum capabilities of a type.
+    pub(super) fn max(cap_type: CapType) -> Vec<u8> {
+        match cap_type {
+            CapType::General => general(),
+            CapType::Atomic => atomic(),
+            CapType::Odp => odp(),
         }
     }
 
-    /// Takes what the driver sets. What it cannot change stays: that is nearly everything, because nothing in the model
-    /// depends on it. False if the driver asks for what there is not.
-    pub(super) fn set(&mut self, kind: Kind, wanted: &[u8]) -> bool {
-        match kind {
-            Kind::General => {
+    /// Executes SET_HCA_CAP. Ignores most fields, because the model does not depend on them. Returns false if the
+    /// driver requests an unsupported capability.
+    pub(super) fn set(&mut self, cap_type: CapType, wanted: &[u8]) -> bool {
+        match cap_type {
+            CapType::General => {
                 let wanted_qps = cmd_hca_cap::LOG_MAX_QP.get32(wanted);
                 let too_much = wanted_qps > limit::LOG_QPS
                     || cmd_hca_cap::CMDIF_CHECKSUM.is_set(wanted)
@@ -240,20 +240,20 @@ impl Caps {
                 }
                 cmd_hca_cap::LOG_MAX_QP.set(&mut self.general, wanted_qps);
             }
-            Kind::Atomic => {
+            CapType::Atomic => {
                 let mode = atomic_caps::ATOMIC_REQ_8B_ENDIANNESS_MODE.get(wanted);
                 if mode > 1 {
                     return false;
                 }
                 atomic_caps::ATOMIC_REQ_8B_ENDIANNESS_MODE.set(&mut self.atomic, mode);
             }
-            // The driver chooses between page fault schemes; there is one.
-            Kind::Paging => {}
+            // The driver selects a page fault scheme; the model has only one.
+            CapType::Odp => {}
         }
         true
     }
 
-    /// Whether atomics find numbers in the host's byte order in memory; else they are big-endian.
+    /// Returns whether atomics use host byte order in memory. Otherwise they use big-endian order.
     pub(super) fn atomics_in_host_order(&self) -> bool {
         atomic_caps::ATOMIC_REQ_8B_ENDIANNESS_MODE.is_set(&self.atomic)
     }

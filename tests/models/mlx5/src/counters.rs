@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What an adapter has done, for those outside of the guest.
+//! Counters of an adapter, for a [`super::Handle`].
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use p2pmem_ib::Counters as Transport;
+use p2pmem_ib::Counters as TransportCounters;
 use p2pmem_vfio_user::DmaCounts;
 use serde::Serialize;
 
 use super::layout::op;
 
-/// Most different unknown numbers that are remembered.
+/// Maximum number of different unknown opcodes and registers to record.
 const MAX_UNKNOWN: usize = 256;
 
-/// Counters, written by the worker and read by anybody.
+/// Counters, written by the workers.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     commands: AtomicU64,
@@ -52,58 +52,58 @@ impl From<DmaCounts> for Payload {
     }
 }
 
-/// Bytes of payload, by what they were read from and written to.
+/// Bytes of payload by kind of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Payload {
-    /// Read from the guest's memory.
+    /// Read from guest memory.
     pub host_read: u64,
-    /// Written to the guest's memory.
+    /// Written to guest memory.
     pub host_written: u64,
-    /// Read from other devices' memory.
+    /// Read from memory of other devices.
     pub peer_read: u64,
-    /// Written to other devices' memory.
+    /// Written to memory of other devices.
     pub peer_written: u64,
-    /// Read from other bus addresses, by messages.
+    /// Read from other bus addresses, by vfio-user messages.
     pub message_read: u64,
-    /// Written to other bus addresses, by messages.
+    /// Written to other bus addresses, by vfio-user messages.
     pub message_written: u64,
 }
 
-/// What the adapter's own machinery has done.
+/// Counters of commands, events, completions, doorbells and memory keys.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Machinery {
-    /// Commands taken.
+pub struct AdapterCounters {
+    /// Commands executed or refused.
     pub commands: u64,
-    /// Commands refused, those of unknown opcodes among them.
+    /// Commands refused, including unknown opcodes.
     pub refused_commands: u64,
-    /// Opcodes and access registers that the model does not know, and how often they came.
+    /// Unknown opcodes and access registers, with the number of their uses.
     pub unknown: BTreeMap<String, u64>,
-    /// Events put into event queues.
+    /// Events posted.
     pub events: u64,
-    /// Completions put into completion queues.
+    /// Completions posted.
     pub completions: u64,
-    /// Completions that found their queue full or broken.
+    /// Completions lost because their CQ was full or broken.
     pub lost_completions: u64,
-    /// Doorbells for something that does not exist.
+    /// Doorbells for objects that do not exist.
     pub bad_doorbells: u64,
-    /// Page faults that were reported to the driver.
+    /// Page faults reported to the driver.
     pub page_faults: u64,
-    /// Changes of memory keys by work requests.
+    /// UMR work requests executed or refused.
     pub registrations: u64,
-    /// Those that were refused.
+    /// UMR work requests refused.
     pub failed_registrations: u64,
-    /// Changes of memory keys that were given up because transfers by the key did not end.
+    /// Changes of memory keys that failed because transfers in flight did not end in time.
     pub undrained: u64,
 }
 
-/// Applies a function to all fields of two sets of the transport's counters.
+/// Applies a function to each field of two sets of transport counters.
 macro_rules! each {
     ($a:expr, $b:expr, $f:expr; $($field:ident)*) => {
-        Transport { $($field: $f($a.$field, $b.$field)),* }
+        TransportCounters { $($field: $f($a.$field, $b.$field)),* }
     };
 }
 
-fn combine(a: &Transport, b: &Transport, f: impl Fn(u64, u64) -> u64) -> Transport {
+fn combine(a: &TransportCounters, b: &TransportCounters, f: impl Fn(u64, u64) -> u64) -> TransportCounters {
     each!(a, b, f;
         packets_sent packets_received bytes_sent bytes_received retransmissions timeouts sequence_naks_sent
         sequence_naks_received rnr_naks_sent rnr_naks_received duplicates invalid_requests remote_access_errors
@@ -111,13 +111,13 @@ fn combine(a: &Transport, b: &Transport, f: impl Fn(u64, u64) -> u64) -> Transpo
         error_completions flushed)
 }
 
-/// What two transports have done together.
-pub(super) fn sum(a: &Transport, b: &Transport) -> Transport {
+/// Returns `a` + `b`.
+pub(super) fn sum(a: &TransportCounters, b: &TransportCounters) -> TransportCounters {
     combine(a, b, u64::wrapping_add)
 }
 
-/// What `a` has done more than `b`.
-pub(super) fn difference(a: &Transport, b: &Transport) -> Transport {
+/// Returns `a` - `b`.
+pub(super) fn difference(a: &TransportCounters, b: &TransportCounters) -> TransportCounters {
     combine(a, b, u64::wrapping_sub)
 }
 
@@ -177,15 +177,15 @@ impl Counters {
         }
     }
 
-    /// A key was to be changed, and its transfers did not end in time.
+    /// Counts a change of a memory key that failed because transfers in flight did not end in time.
     pub(super) fn undrained(&self) {
         add(&self.undrained, 1);
     }
 
-    /// What else was counted.
-    pub(super) fn machinery(&self) -> Machinery {
+    /// Returns the current values.
+    pub(super) fn adapter_counters(&self) -> AdapterCounters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Machinery {
+        AdapterCounters {
             commands: get(&self.commands),
             refused_commands: get(&self.refused_commands),
             unknown: self.unknown.lock().unwrap_or_else(PoisonError::into_inner).clone(),
@@ -200,7 +200,7 @@ impl Counters {
         }
     }
 
-    /// Sets everything to 0.
+    /// Sets all counters to 0.
     pub(super) fn reset(&self) {
         for counter in [
             &self.commands,

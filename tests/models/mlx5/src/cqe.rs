@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Completion queue entries.
+//! Encoding of completion queue entries (CQEs).
 
 use p2pmem_ib::{Completion, Queue, Received, SendOp, Status};
 
 use super::layout::wire::{cqe64, err_cqe};
 use super::layout::{Field, constants};
-use super::wqe::Control;
+use super::wqe::ControlSegment;
 
-/// An entry; its owner bit is set when it is written.
-pub(super) type Entry = [u8; cqe64::BYTES];
+/// A CQE. [`super::cq::Cq::post`] sets the owner bit.
+pub(super) type Cqe = [u8; cqe64::BYTES];
 
-/// Where the word with the source of a datagram has its other parts.
+/// Shifts and values of the `flags_rqpn` field, which describes the source of a datagram.
 const SOURCE_SL_SHIFT: u32 = 24;
 const SOURCE_GRH_SHIFT: u32 = 28;
 const GRH_UNICAST: u32 = 1;
 const GRH_MULTICAST: u32 = 2;
 
-/// The driver's number for a status, and the part of an error that only the vendor explains.
+/// Returns the CQE syndrome of a completion status. The vendor syndrome has the same value.
 fn syndrome(status: Status) -> u32 {
     match status {
         Status::Success => 0,
@@ -36,15 +36,15 @@ fn syndrome(status: Status) -> u32 {
     }
 }
 
-fn set_opcode(entry: &mut Entry, opcode: u32) {
+fn set_opcode(entry: &mut Cqe, opcode: u32) {
     cqe64::OP_OWN.set(entry, opcode << 4);
 }
 
-/// Makes an entry of the end of a work request. `pkey` is the P_Key at an index of the port's table; `clock` the
-/// adapter's time.
-pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: u64) -> Entry {
+/// Encodes a completion. `pkey` returns the P_Key at an index of the port's P_Key table. `clock` is the adapter's time
+/// in nanoseconds.
+pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: u64) -> Cqe {
     let mut entry = [0; cqe64::BYTES];
-    // High and low word stand side by side. In an error's entry this is the place of the syndrome.
+    // timestamp_h and timestamp_l are adjacent. In an error CQE, the syndrome is in this place.
     Field::new(cqe64::TIMESTAMP_H.offset(), 64).set(&mut entry, clock);
     match *completion {
         Completion::Send {
@@ -55,7 +55,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
             length,
             ..
         } => {
-            let (index, opcode) = Control::from_id(id);
+            let (index, opcode) = ControlSegment::from_id(id);
             cqe64::SOP_DROP_QPN.set(&mut entry, (u32::from(opcode) << 24) | qpn);
             cqe64::WQE_COUNTER.set(&mut entry, index);
             if status == Status::Success {
@@ -68,7 +68,7 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
                 }
                 set_opcode(&mut entry, constants::MLX5_CQE_REQ);
             } else {
-                failure(&mut entry, status);
+                set_error(&mut entry, status);
                 set_opcode(&mut entry, constants::MLX5_CQE_REQ_ERR);
             }
         }
@@ -83,13 +83,13 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
             ..
         } => {
             cqe64::SOP_DROP_QPN.set(&mut entry, qpn);
-            // Not truncated: indices of receive queues.
+            // Not truncated: the index of an RQ or SRQ entry.
             cqe64::WQE_COUNTER.set(&mut entry, id);
             if let Queue::Shared(srqn) = queue {
                 cqe64::SRQN.set(&mut entry, srqn);
             }
             if status != Status::Success {
-                failure(&mut entry, status);
+                set_error(&mut entry, status);
                 set_opcode(&mut entry, constants::MLX5_CQE_RESP_ERR);
                 return entry;
             }
@@ -127,15 +127,15 @@ pub(super) fn encode(completion: &Completion, pkey: impl Fn(u16) -> u16, clock: 
     entry
 }
 
-/// Turns an entry into that of an error. The vendor's part repeats the status: the model has nothing to add.
-fn failure(entry: &mut Entry, status: Status) {
+/// Turns a CQE into an error CQE. The vendor syndrome repeats the syndrome, because the model has no further cause.
+fn set_error(entry: &mut Cqe, status: Status) {
     let syndrome = syndrome(status);
     Field::new(cqe64::TIMESTAMP_H.offset(), 64).set(entry, 0_u64);
     err_cqe::SYNDROME.set(entry, syndrome);
     err_cqe::VENDOR_ERR_SYND.set(entry, syndrome);
 }
 
-/// Whether a completion is a solicited event: an error is one too.
+/// Returns whether a completion counts as solicited. Errors do.
 pub(super) fn solicited(completion: &Completion) -> bool {
     match completion {
         Completion::Send { status, .. } => *status != Status::Success,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Event queues: entries of 64 bytes that an interrupt signals to the driver.
+//! Event queues (EQs): entries of 64 bytes (EQEs). An event in an armed EQ raises an interrupt.
 
 use std::collections::VecDeque;
 
@@ -11,12 +11,12 @@ use super::layout::wire::{eqe, eqe_cmd, eqe_comp};
 use super::layout::{Field, constants};
 use super::ring::Ring;
 
-/// Consumer indices have 24 bits.
+/// Mask of a consumer index (24 bits).
 pub(super) const INDEX: u32 = 0x00ff_ffff;
-/// Maximum number of events that wait for a free entry of their queue; further events are lost.
+/// Maximum number of events that wait for a free EQE. Further events are lost.
 const MAX_BACKLOG: usize = 1 << 16;
 
-/// What happened, as the driver numbers it.
+/// Event type, as numbered in `device.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EventType(pub(super) u32);
 
@@ -36,12 +36,12 @@ impl EventType {
     pub(super) const PAGE_FAULT: Self = Self(constants::MLX5_EVENT_TYPE_PAGE_FAULT);
 }
 
-/// An entry under construction.
+/// An EQE under construction.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entry([u8; eqe::BYTES]);
+pub(super) struct Eqe([u8; eqe::BYTES]);
 
-impl Entry {
-    /// An entry of this type.
+impl Eqe {
+    /// Creates an EQE of this type and subtype.
     pub(super) fn new(event: EventType, sub_type: u32) -> Self {
         let mut bytes = [0; eqe::BYTES];
         eqe::TYPE.set(&mut bytes, event.0);
@@ -49,18 +49,18 @@ impl Entry {
         Self(bytes)
     }
 
-    /// Sets a field of the type's own data.
+    /// Sets a field of the type-specific event data.
     pub(super) fn with(mut self, field: Field, value: impl Into<u64>) -> Self {
         eqe::DATA.field(field).set(&mut self.0, value);
         self
     }
 
-    /// There is something in a completion queue.
+    /// Creates a completion event of a CQ.
     pub(super) fn completion(cqn: u32) -> Self {
         Self::new(EventType::COMPLETION, 0).with(eqe_comp::CQN, cqn)
     }
 
-    /// Commands have ended.
+    /// Creates a command completion event. `entries` has one bit per entry of the command queue.
     pub(super) fn commands(entries: u32) -> Self {
         Self::new(EventType::COMMAND, 0).with(eqe_cmd::VECTOR, entries)
     }
@@ -72,15 +72,15 @@ pub(super) struct Eq {
     pub(super) ring: Ring,
     pub(super) vector: u16,
     pub(super) uar: u32,
-    /// A bit for each type of event that goes here.
+    /// Event bitmask: one bit per event type that the EQ subscribes to.
     pub(super) mask: [u64; 4],
-    /// The context as it was created.
+    /// EQ context, as created.
     pub(super) context: Vec<u8>,
     producer: u32,
     consumer: u32,
     armed: bool,
-    backlog: VecDeque<Entry>,
-    /// Events lost because the driver took none for too long.
+    backlog: VecDeque<Eqe>,
+    /// Number of events lost because the driver did not consume EQEs for too long.
     pub(super) lost: u64,
 }
 
@@ -100,28 +100,31 @@ impl Eq {
         }
     }
 
-    /// Whether events of this type go here.
-    pub(super) fn takes(&self, event: EventType) -> bool {
+    /// Returns whether the EQ subscribes to an event type.
+    pub(super) fn subscribes_to(&self, event: EventType) -> bool {
         let word = self.mask.get((event.0 / 64) as usize).copied().unwrap_or(0);
         (word >> (event.0 % 64)) & 1 != 0
     }
 
-    /// Producer and consumer index, as a query shows them.
+    /// Returns the producer and the consumer index.
     pub(super) fn indices(&self) -> (u32, u32) {
         (self.producer & INDEX, self.consumer)
     }
 
-    /// Whether an interrupt is due at the next event.
+    /// Returns whether the next event raises an interrupt.
     pub(super) fn armed(&self) -> bool {
         self.armed
     }
 
-    /// Adds an event.
-    pub(super) fn post(&mut self, entry: Entry, bus: &Bus, dma: &Dma) {
+    /// Posts an event. The event waits in the backlog while the EQ is full.
+    pub(super) fn post(&mut self, entry: Eqe, bus: &Bus, dma: &Dma) {
         if self.backlog.len() >= MAX_BACKLOG {
             self.lost += 1;
             if self.lost == 1 {
-                warn!(vector = self.vector, "an event queue that nobody empties loses events");
+                warn!(
+                    vector = self.vector,
+                    "event queue full, and its backlog too: events are lost"
+                );
             }
             return;
         }
@@ -129,7 +132,8 @@ impl Eq {
         self.flush(bus, dma);
     }
 
-    /// Handles the driver's consumer index. Ignores an index that the driver cannot have reached, and returns false.
+    /// Sets the consumer index and, if `arm`, arms the EQ. Ignores the doorbell and returns false if the producer index
+    /// is ahead of `consumer` by more than the number of entries.
     pub(super) fn doorbell(&mut self, consumer: u32, arm: bool, bus: &Bus, dma: &Dma) -> bool {
         let unread = self.producer.wrapping_sub(consumer) & INDEX;
         if unread > self.ring.entries() {
@@ -150,12 +154,12 @@ impl Eq {
             if self.producer.wrapping_sub(self.consumer) & INDEX >= self.ring.entries() {
                 break;
             }
-            let Some(Entry(mut bytes)) = self.backlog.pop_front() else {
+            let Some(Eqe(mut bytes)) = self.backlog.pop_front() else {
                 break;
             };
             eqe::OWNER.set(&mut bytes, (self.producer >> self.ring.log_entries()) & 1);
-            if let Err(error) = self.ring.publish(dma, self.producer, &bytes) {
-                debug!(%error, "an event queue cannot be written");
+            if let Err(error) = self.ring.write_entry(dma, self.producer, &bytes) {
+                debug!(%error, "event queue cannot be written: event lost");
                 self.lost += 1;
                 return;
             }

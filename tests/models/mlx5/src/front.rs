@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The adapter as the emulator sees it: a PCI function whose registers are answered at once, and a worker for the rest.
+//! The adapter as a PCI function of the emulator, and the [`Handle`] for control from outside of the guest.
 
 use std::io;
 use std::sync::Arc;
@@ -15,93 +15,93 @@ use serde::Serialize;
 
 use super::adapter::Adapter;
 use super::command;
-use super::counters::{Counters, Machinery, Payload};
+use super::counters::{AdapterCounters, Counters, Payload};
 use super::hold::{Hold, HoldRequest, HoldStatus};
 use super::inbox::{Inboxes, Message, Wait};
-use super::model::{Hca, Identity, Model, Transport};
+use super::model::{Hca, Identity, Model, TransportWorker};
 use super::registers::{BAR0_SIZE, MSIX_PBA, MSIX_TABLE, Registers, VECTORS};
 
-/// Mellanox.
+/// PCI vendor ID: Mellanox.
 pub const VENDOR_ID: u16 = 0x15b3;
-/// ConnectX-6.
+/// PCI device ID: ConnectX-6.
 pub const DEVICE_ID: u16 = 0x101b;
-/// InfiniBand controller.
+/// PCI class code: InfiniBand controller.
 const CLASS: u32 = 0x02_07_00;
-/// How long a question to the worker may take.
+/// Maximum time a worker may take to answer a request of a [`Handle`].
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What an adapter is made of.
+/// Configuration of an adapter.
 #[derive(Clone, Debug)]
 pub struct Settings {
-    /// Name, in the subnet and in logs.
+    /// Name, used in the subnet and in logs.
     pub name: String,
-    /// GUID of the port and of the node; must differ from all others in the subnet.
+    /// GUID of the port and of the node. Must be unique in the subnet.
     pub guid: u64,
-    /// The switch it hangs on.
+    /// Name of the switch that the port connects to.
     pub switch: String,
-    /// Speed the PCIe link is trained to.
+    /// Negotiated speed of the PCIe link.
     pub speed: LinkSpeed,
-    /// Lanes the PCIe link is trained to.
+    /// Negotiated width of the PCIe link, in lanes.
     pub lanes: u8,
 }
 
-/// All that an adapter has counted.
+/// All counters of an adapter.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Bytes of payload of connections by what they were read from and written to.
+    /// Payload bytes of connected queue pairs, by kind of memory.
     pub payload: Payload,
-    /// The same by target, as `bus`.
+    /// Payload bytes of connected queue pairs, by DMA target as in `bus`.
     pub payload_by_target: std::collections::BTreeMap<String, Bytes>,
-    /// The same of datagrams, which the kernel sends and receives by itself as well.
+    /// Payload bytes of datagrams, by kind of memory. The kernel itself sends and receives datagrams too.
     pub datagrams: Payload,
-    /// Bytes of any kind (payload, commands, queues) by target: "host", peers by their names, and others.
+    /// Bytes of all DMA (payload, commands, queues) by DMA target: "host", the names of peers, and others.
     pub bus: std::collections::BTreeMap<String, Bytes>,
-    /// What the link carried.
+    /// Counters of the link.
     pub wire: LinkCounters,
-    /// What the transport did.
+    /// Counters of the transport.
     pub transport: TransportCounters,
-    /// What the adapter's own machinery did.
-    pub adapter: Machinery,
-    /// Register accesses that were reads, writes, and of those the ones that mean nothing.
+    /// Counters of commands, events, completions, doorbells and memory keys.
+    pub adapter: AdapterCounters,
+    /// Register accesses: reads, writes, and accesses of either kind to an unknown register.
     pub registers: [u64; 3],
 }
 
-/// Bytes read and written.
+/// Bytes read from and written to a DMA target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Bytes {
-    /// Read from there.
+    /// Bytes read.
     pub read: u64,
-    /// Written to there.
+    /// Bytes written.
     pub written: u64,
 }
 
-/// What there is of a device's state.
+/// State of an adapter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Status {
-    /// The port's link is up.
+    /// Whether the port's link is up.
     pub link: bool,
     /// LID of the port.
     pub lid: u16,
-    /// A driver has initialised the adapter.
+    /// Whether a driver has executed INIT_HCA.
     pub initialised: bool,
-    /// Queue pairs there are.
+    /// Number of queue pairs.
     pub queue_pairs: usize,
-    /// Completion queues there are.
+    /// Number of completion queues.
     pub completion_queues: usize,
-    /// Shared receive queues there are.
+    /// Number of shared receive queues.
     pub shared_receive_queues: usize,
-    /// Memory keys there are.
+    /// Number of memory keys.
     pub memory_keys: usize,
-    /// Page faults that the driver owes an answer for.
+    /// Number of page faults that the driver has not resumed yet.
     pub page_faults: usize,
 }
 
-/// The worker did not answer in time.
+/// The transport worker did not answer in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the adapter's worker did not answer within {} s", ANSWER_TIMEOUT.as_secs())]
+#[error("the adapter's transport worker did not answer within {} s", ANSWER_TIMEOUT.as_secs())]
 pub struct NoAnswer;
 
-/// A handle for queries of an adapter from outside of the guest. Clones query the same adapter.
+/// Handle for the control of an adapter from outside of the guest. Clones refer to the same adapter.
 #[derive(Clone, Debug)]
 pub struct Handle {
     inboxes: Arc<Inboxes>,
@@ -110,114 +110,114 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Lets the worker answer a question.
-    fn ask<T: Send + 'static>(
+    /// Runs `request` on the transport worker and returns its result.
+    fn request<T: Send + 'static>(
         &self,
-        question: impl FnOnce(&mut Model<'_>) -> T + Send + 'static,
+        request: impl FnOnce(&mut Model<'_>) -> T + Send + 'static,
     ) -> Result<T, NoAnswer> {
         let (sender, receiver) = mpsc::sync_channel(1);
-        self.inboxes.put(Message::Ask(Box::new(move |model| {
-            // The caller may have given up.
-            let _ = sender.send(question(model));
+        self.inboxes.put(Message::Request(Box::new(move |model| {
+            // The caller may have timed out.
+            let _ = sender.send(request(model));
         })));
         receiver.recv_timeout(ANSWER_TIMEOUT).map_err(|_| NoAnswer)
     }
 
-    /// What was counted.
+    /// Returns all counters.
     ///
     /// # Errors
     ///
     /// [`NoAnswer`].
     pub fn report(&self) -> Result<Report, NoAnswer> {
         let registers = self.registers.counts();
-        self.ask(move |model| {
+        self.request(move |model| {
             let by_target = |dma: &Dma| {
                 let bytes = |Moved { read, written }| Bytes { read, written };
                 let moved = dma.by_target().into_iter();
                 moved.map(|(name, moved)| (name, bytes(moved))).collect()
             };
-            let [payload, datagrams] = &model.hca.tallies;
+            let [payload, datagrams] = &model.hca.counted_dma;
             Report {
                 payload: payload.counts().into(),
                 payload_by_target: by_target(payload),
                 datagrams: datagrams.counts().into(),
                 bus: by_target(&model.hca.bus.dma),
                 wire: model.hca.link_counters(),
-                transport: model.transport(),
-                adapter: model.hca.counters.machinery(),
+                transport: model.transport_counters(),
+                adapter: model.hca.counters.adapter_counters(),
                 registers,
             }
         })
     }
 
-    /// Sets what was counted to 0.
+    /// Sets all counters to 0.
     ///
     /// # Errors
     ///
     /// [`NoAnswer`].
     pub fn reset_counters(&self) -> Result<(), NoAnswer> {
         self.registers.reset_counts();
-        self.ask(|model| model.reset_counters())
+        self.request(|model| model.reset_counters())
     }
 
-    /// The adapter's state.
+    /// Returns the state of the adapter.
     ///
     /// # Errors
     ///
     /// [`NoAnswer`].
     pub fn status(&self) -> Result<Status, NoAnswer> {
-        self.ask(|model| model.status())
+        self.request(|model| model.status())
     }
 
-    /// Takes the port's link down, or up again.
+    /// Sets the port's link up or down.
     ///
     /// # Errors
     ///
     /// [`NoAnswer`].
     pub fn set_link(&self, up: bool) -> Result<(), NoAnswer> {
-        self.ask(move |model| model.hca.port.set_up(up))
+        self.request(move |model| model.hca.port.set_up(up))
     }
 
-    /// What goes wrong on the port's link from now on.
+    /// Sets the faults that the port's link injects from now on.
     ///
     /// # Errors
     ///
     /// [`NoAnswer`].
     pub fn set_faults(&self, faults: Faults) -> Result<(), NoAnswer> {
-        self.ask(move |model| model.hca.port.set_faults(faults))
+        self.request(move |model| model.hca.port.set_faults(faults))
     }
 
-    /// Breaks the adapter until the function is reset: its health counter stands still, its health buffer holds this
-    /// syndrome (1, where it is 0) and asks for a reset, and no command or doorbell is taken.
+    /// Makes the adapter fail until the function is reset: the health counter stops, the health buffer holds `syndrome`
+    /// (1 if `syndrome` is 0) and requests a reset, and the adapter ignores commands and doorbells.
     pub fn fail(&self, syndrome: u8) {
         self.registers.fail(syndrome.max(1));
     }
 
-    /// Holds the next transfer of payload that is meant, when its bus addresses are found and before its first byte is
-    /// moved. A transfer that is held goes on. While one is held, the adapter moves nothing else, and does not answer
-    /// [`Handle::report`] and the like.
+    /// Holds the next payload transfer that matches `request`, after its address translation and before its first byte
+    /// is moved. A transfer that is already held continues. While a transfer is held, the adapter moves no other
+    /// payload and does not answer [`Handle::report`] and the other methods that return [`NoAnswer`].
     pub fn hold(&self, request: HoldRequest) {
         self.hold.arm(request);
     }
 
-    /// Lets a held transfer go on, and holds no other.
+    /// Releases a held transfer and cancels a pending hold request.
     pub fn release(&self) {
         self.hold.release();
     }
 
-    /// What is held, and what waits for it. Answers at any time.
+    /// Returns the held transfer and the operations that wait for it. Never blocks on a worker.
     pub fn held(&self) -> HoldStatus {
         self.hold.status()
     }
 
-    /// Whether a change of a memory key waits for transfers by the key that are in flight, as it does unless a test says
-    /// otherwise.
+    /// Sets whether a change of a memory key waits for the transfers in flight that use the key. On by default; tests
+    /// switch it off.
     pub fn set_drain(&self, on: bool) {
         self.hold.set_drain(on);
     }
 }
 
-/// The adapter as the emulator sees it. Its workers end when it is dropped.
+/// The adapter as a device of the emulator. Dropping it ends its workers.
 #[derive(Debug)]
 pub struct Nic {
     bus: Bus,
@@ -226,16 +226,16 @@ pub struct Nic {
     registers: Arc<Registers>,
     inboxes: Arc<Inboxes>,
     hold: Arc<Hold>,
-    /// For the transport, and for commands.
+    /// Transport worker and command worker.
     workers: [Worker; 2],
 }
 
 impl Nic {
-    /// Makes an adapter, joins the subnet and starts the workers.
+    /// Creates an adapter, joins the subnet and starts the workers.
     ///
     /// # Errors
     ///
-    /// If the settings are none a PCI device can have, or the subnet does not take the port.
+    /// If the settings are invalid for a PCI device, or the subnet refuses the port.
     pub fn new(settings: Settings, fabric: &Fabric, bus: Bus) -> io::Result<Self> {
         let invalid = |error: &dyn std::fmt::Display| io::Error::new(io::ErrorKind::InvalidInput, error.to_string());
         let config = ConfigBuilder::new(VENDOR_ID, DEVICE_ID)
@@ -274,16 +274,16 @@ impl Nic {
         );
         let adapter = Arc::new(Adapter::new(hca, Arc::clone(&inboxes), Arc::clone(&hold)));
         let health = Health::default();
-        let mut transport = Transport::new(Arc::clone(&adapter));
+        let mut transport = TransportWorker::new(Arc::clone(&adapter));
         let workers = [
             Worker::spawn_with(&settings.name, bus.clone(), health.clone(), move || {
-                work(&mut transport)
+                run_transport_worker(&mut transport)
             })?,
             Worker::spawn_with(&format!("{} cmd", settings.name), bus.clone(), health, {
                 let inboxes = Arc::clone(&inboxes);
                 move || {
-                    work_commands(&adapter);
-                    // Last, so that nothing that was handed on comes after it.
+                    run_command_worker(&adapter);
+                    // Stop is the last message: all messages that were forwarded precede it.
                     inboxes.transport.put(Message::Stop);
                 }
             })?,
@@ -304,7 +304,7 @@ impl Nic {
         self.workers[0].health()
     }
 
-    /// Returns a handle for queries of the adapter while it is served.
+    /// Returns a handle for control of the adapter while it is served.
     pub fn handle(&self) -> Handle {
         Handle {
             inboxes: Arc::clone(&self.inboxes),
@@ -314,8 +314,8 @@ impl Nic {
     }
 }
 
-/// The worker for the transport: takes in what happens and goes on with what there is to do.
-fn work(transport: &mut Transport) {
+/// Main loop of the transport worker.
+fn run_transport_worker(transport: &mut TransportWorker) {
     let adapter = Arc::clone(&transport.adapter);
     let mut messages = Vec::new();
     let mut wait = Wait::No;
@@ -330,28 +330,28 @@ fn work(transport: &mut Transport) {
     }
 }
 
-/// The worker for commands, doorbells of event and completion queues, and the driver's own queue pairs.
-fn work_commands(adapter: &Adapter) {
+/// Main loop of the command worker: commands, EQ and CQ doorbells, and REG_UMR queue pairs.
+fn run_command_worker(adapter: &Adapter) {
     let mut messages = Vec::new();
     let mut wait = Wait::No;
     loop {
         adapter.inboxes.commands.take(&mut messages, wait);
         for message in messages.drain(..) {
             match message {
-                Message::Command { queue, entries } => command::execute(adapter, queue, entries),
-                Message::EventQueue { .. } | Message::Arm { .. } => adapter.hca().doorbell(&message),
-                Message::Send { uar, qpn } => {
-                    if adapter.hca().may_send(uar, qpn) {
-                        adapter.driver().doorbell(qpn);
-                        adapter.run_driver();
+                Message::Command { queue, entries } => command::handle_doorbell(adapter, queue, entries),
+                Message::EqDoorbell { .. } | Message::ArmCq { .. } => adapter.hca().doorbell(&message),
+                Message::SendDoorbell { uar, qpn } => {
+                    if adapter.hca().check_send_doorbell(uar, qpn) {
+                        adapter.umr_engine().doorbell(qpn);
+                        adapter.run_umr_engine();
                     }
                 }
                 Message::Stop => return,
-                // Behind every command that was taken before it.
+                // Forward the message to the transport worker, behind all commands that precede it.
                 other => adapter.inboxes.transport.put(other),
             }
         }
-        wait = adapter.run_driver();
+        wait = adapter.run_umr_engine();
     }
 }
 
@@ -381,8 +381,8 @@ impl Device for Nic {
     }
 
     fn reset(&mut self) {
-        // What the workers are doing fails, because DMA was ended; what it has not begun comes before this message, and
-        // fails as well. The driver waits until the registers say that it is over.
+        // The abort makes DMA in progress fail. DMA of messages that precede this Reset message fails too. The driver
+        // polls the initialization segment until the reset is complete.
         self.bus.dma.abort();
         self.hold.release();
         self.registers.reset();

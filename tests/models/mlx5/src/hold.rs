@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Test hooks: a transfer of payload that is held in flight, and draining that can be switched off.
+//! Test hooks: hold a payload transfer in flight, and switch off draining.
 //!
-//! A held transfer has its bus addresses already and has moved no byte. It goes on when it is released, when the function
-//! is reset, or after [`LIMIT`].
+//! A held transfer has its bus addresses and has not moved any bytes. The transfer continues when a test releases it,
+//! when the function is reset, or after [`HOLD_TIMEOUT`].
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,38 +12,38 @@ use std::time::Duration;
 use serde::Serialize;
 use tracing::{info, warn};
 
-/// How long a transfer is held at most.
-pub(super) const LIMIT: Duration = Duration::from_secs(60);
+/// Maximum time a transfer is held.
+pub(super) const HOLD_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Which transfer is to be held.
+/// Conditions for the transfer to hold. All set conditions must match.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HoldRequest {
-    /// Of this queue pair only.
+    /// Queue pair of the transfer.
     pub qpn: Option<u32>,
-    /// Only one that writes to memory (`true`), or only one that reads it.
+    /// Direction: `true` for a write to memory, `false` for a read from memory.
     pub write: Option<bool>,
-    /// Only one of this many bytes or more.
+    /// Minimum length in bytes.
     pub min_bytes: u64,
 }
 
-/// The result of [`super::Handle::held`].
+/// Result of [`super::Handle::held`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct HoldStatus {
-    /// A transfer is waited for.
+    /// Whether a hold request is pending.
     pub armed: bool,
-    /// A transfer is held now.
+    /// Whether a transfer is held now.
     pub held: bool,
-    /// Queue pair of the transfer that is held, or was held last.
+    /// Queue pair of the transfer that is held now, or was held last.
     pub qpn: u32,
-    /// Whether that transfer writes to memory.
+    /// Whether this transfer writes to memory.
     pub write: bool,
-    /// Length of that transfer in bytes.
+    /// Length of this transfer in bytes.
     pub bytes: u64,
-    /// Commands and work requests that wait now until transfers by their key have ended.
+    /// Number of mkey changes (commands and work requests) that wait now for transfers in flight.
     pub draining: u32,
-    /// Those that had to wait, since the start.
+    /// Number of mkey changes that had to wait since the start.
     pub drains: u64,
-    /// Transfers that went on because their time was up.
+    /// Number of transfers that continued because the limit of 60 s expired.
     pub expired: u64,
 }
 
@@ -53,10 +53,10 @@ struct State {
     status: HoldStatus,
 }
 
-/// The hooks of one adapter.
+/// The test hooks of one adapter.
 #[derive(Debug)]
 pub(super) struct Hold {
-    /// Without a request for a hold, transfers need no lock.
+    /// Set while a request is pending. Transfers take no lock otherwise.
     armed: AtomicBool,
     drain: AtomicBool,
     state: Mutex<State>,
@@ -79,7 +79,7 @@ impl Hold {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds the next transfer that is meant. One that is held goes on.
+    /// Holds the next transfer that matches. Releases a held transfer.
     pub(super) fn arm(&self, request: HoldRequest) {
         let mut state = self.lock();
         state.armed = Some(request);
@@ -88,7 +88,7 @@ impl Hold {
         self.released.notify_all();
     }
 
-    /// Lets a held transfer go on, and holds no other.
+    /// Releases a held transfer and cancels a pending request.
     pub(super) fn release(&self) {
         let mut state = self.lock();
         state.armed = None;
@@ -97,12 +97,12 @@ impl Hold {
         self.released.notify_all();
     }
 
-    /// Whether changes of keys wait for transfers by them.
-    pub(super) fn drains(&self) -> bool {
+    /// Returns whether a change of an mkey waits for transfers that use the mkey.
+    pub(super) fn drain_enabled(&self) -> bool {
         self.drain.load(Ordering::SeqCst)
     }
 
-    /// Switches that on or off.
+    /// Sets whether a change of an mkey waits for transfers that use the mkey.
     pub(super) fn set_drain(&self, on: bool) {
         self.drain.store(on, Ordering::SeqCst);
     }
@@ -115,7 +115,7 @@ impl Hold {
         }
     }
 
-    /// Something begins or ends to wait for transfers.
+    /// Records the begin or the end of a wait for transfers.
     pub(super) fn draining(&self, begins: bool) {
         let status = &mut self.lock().status;
         if begins {
@@ -126,21 +126,22 @@ impl Hold {
         }
     }
 
-    /// A transfer is about to move its bytes. Returns when it may. The caller holds no lock.
-    pub(super) fn pass(&self, qpn: u32, write: bool, bytes: u64) {
+    /// Blocks a transfer that matches the pending request, before its first byte is moved. The caller must hold no
+    /// lock.
+    pub(super) fn hold_if_requested(&self, qpn: u32, write: bool, bytes: u64) {
         if !self.armed.load(Ordering::SeqCst) {
             return;
         }
         let mut state = self.lock();
-        let meant = state.armed.is_some_and(|request| {
+        let matches = state.armed.is_some_and(|request| {
             request.qpn.is_none_or(|wanted| wanted == qpn)
                 && request.write.is_none_or(|wanted| wanted == write)
                 && bytes >= request.min_bytes
         });
-        if !meant {
+        if !matches {
             return;
         }
-        info!(qpn, write, bytes, "a transfer is held");
+        info!(qpn, write, bytes, "transfer held");
         state.armed = None;
         self.armed.store(false, Ordering::SeqCst);
         state.status = HoldStatus {
@@ -152,10 +153,10 @@ impl Hold {
         };
         let (mut state, _) = self
             .released
-            .wait_timeout_while(state, LIMIT, |state| state.status.held)
+            .wait_timeout_while(state, HOLD_TIMEOUT, |state| state.status.held)
             .unwrap_or_else(PoisonError::into_inner);
         if state.status.held {
-            warn!(qpn, "a held transfer goes on: nobody released it");
+            warn!(qpn, "held transfer continues: not released in time");
             state.status.held = false;
             state.status.expired += 1;
         }
@@ -170,27 +171,27 @@ mod tests {
     #[test]
     fn only_the_transfer_that_is_meant_is_held() {
         let hold = Arc::new(Hold::default());
-        hold.pass(1, true, 1);
+        hold.hold_if_requested(1, true, 1);
         hold.arm(HoldRequest {
             qpn: Some(7),
             write: Some(true),
             min_bytes: 100,
         });
-        // None of these would return.
-        hold.pass(6, true, 100);
-        hold.pass(7, false, 100);
-        hold.pass(7, true, 99);
+        // None of these matches; a match would block.
+        hold.hold_if_requested(6, true, 100);
+        hold.hold_if_requested(7, false, 100);
+        hold.hold_if_requested(7, true, 99);
         assert!(hold.status().armed && !hold.status().held);
         let transfer = std::thread::spawn({
             let hold = Arc::clone(&hold);
-            move || hold.pass(7, true, 4096)
+            move || hold.hold_if_requested(7, true, 4096)
         });
         while !hold.status().held {
             std::thread::yield_now();
         }
         assert!(!transfer.is_finished());
-        // The next one is not meant any more.
-        hold.pass(7, true, 4096);
+        // The request is used up, so a second matching transfer does not block.
+        hold.hold_if_requested(7, true, 4096);
         let status = hold.status();
         assert_eq!((status.qpn, status.bytes, status.armed), (7, 4096, false));
         hold.release();

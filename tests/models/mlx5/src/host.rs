@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the transport asks of the adapter: work from queues, bytes from and to memory, completions and events.
+//! [`Host`] of the transport engines: work requests, memory access, completions and events.
 
 use std::time::{Duration, Instant};
 
@@ -11,26 +11,26 @@ use p2pmem_vfio_user::{Dma, DmaError, Extent};
 use tracing::{debug, warn};
 
 use super::cqe;
-use super::eq::{Entry, EventType};
+use super::eq::{Eqe, EventType};
 use super::layout::constants;
 use super::layout::wire::{eqe_page_fault, eqe_qp_srq};
 use super::mkey::{Issuer, Mkeys, UmrError};
 use super::model::Hca;
-use super::wqe::Local;
+use super::wqe::LocalOp;
 
-/// Flag of a page fault's event: no other part of it follows.
+/// Page fault event: the fault has only one event.
 const LAST: u8 = 0x80;
-/// Where the word with the number of pages has it.
+/// Shift of the page count in `demand_fault_pages`.
 const PAGES_SHIFT: u32 = 12;
 
-/// Converts the error of a DMA transfer into a fault of the work request.
+/// Logs a DMA error and returns the fault of the access.
 pub(super) fn bus_fault(error: &DmaError) -> Fault {
-    debug!(%error, "payload");
+    debug!(%error, "DMA of payload failed");
     Fault::Bus
 }
 
 impl Hca {
-    /// Finds an access's bus addresses, or raises its page fault.
+    /// Translates an access to bus addresses. Reports a page fault to the driver if a page is not present.
     fn resolve(&mut self, access: &Access) -> Result<Vec<Extent>, Fault> {
         let mut extents = std::mem::take(&mut self.extents);
         extents.clear();
@@ -39,19 +39,19 @@ impl Hca {
             Err(fault) => {
                 self.extents = extents;
                 if matches!(fault, Fault::Page(_)) {
-                    self.tell_page_faults();
+                    self.report_page_faults();
                 }
                 Err(fault)
             }
         }
     }
 
-    fn tell_page_faults(&mut self) {
+    fn report_page_faults(&mut self) {
         for fault in self.objects.mkeys.take_faults() {
             self.counters.page_fault();
             self.objects.faults.insert(fault.token);
             let pages = fault.pages.min(u64::from(u32::MAX >> PAGES_SHIFT));
-            let entry = Entry::new(EventType::PAGE_FAULT, constants::MLX5_PFAULT_SUBTYPE_MEMORY)
+            let entry = Eqe::new(EventType::PAGE_FAULT, constants::MLX5_PFAULT_SUBTYPE_MEMORY)
                 .with(eqe_page_fault::MEMORY_FLAGS, LAST)
                 .with(eqe_page_fault::MEMORY_TOKEN47_32, fault.token >> 32)
                 .with(eqe_page_fault::MEMORY_TOKEN31_0, fault.token & u64::from(u32::MAX))
@@ -62,57 +62,57 @@ impl Hca {
         }
     }
 
-    /// The handle for a queue pair's payload, which counts it.
+    /// Returns the DMA handle that counts the payload of a queue pair.
     fn payload_dma(&self, qpn: u32) -> &Dma {
         let qp = self.objects.qps.get(qpn);
         let datagram = qp.is_some_and(|qp| matches!(qp.service, Service::Ud | Service::Gsi));
         if datagram { &self.datagrams } else { &self.payload }
     }
 
-    /// Finds an access's bus addresses, for a transfer that runs while the state changes.
-    pub(super) fn depart(&mut self, access: &Access) -> Result<(u64, Vec<Extent>, Dma), Fault> {
+    /// Translates an access like [`Hca::resolve`], for a transfer that runs while the mkeys may change.
+    pub(super) fn begin_transfer(&mut self, access: &Access) -> Result<(u64, Vec<Extent>, Dma), Fault> {
         let mut extents = std::mem::take(&mut self.extents);
         extents.clear();
-        match self.objects.mkeys.depart(access, &mut extents) {
-            Ok(flight) => Ok((flight, extents, self.payload_dma(access.qpn).clone())),
+        match self.objects.mkeys.begin_transfer(access, &mut extents) {
+            Ok(transfer) => Ok((transfer, extents, self.payload_dma(access.qpn).clone())),
             Err(fault) => {
                 self.extents = extents;
                 if matches!(fault, Fault::Page(_)) {
-                    self.tell_page_faults();
+                    self.report_page_faults();
                 }
                 Err(fault)
             }
         }
     }
 
-    /// A transfer has ended.
-    pub(super) fn land(&mut self, flight: u64, extents: Vec<Extent>) {
-        self.objects.mkeys.land(flight);
+    /// Ends a transfer of [`Hca::begin_transfer`].
+    pub(super) fn end_transfer(&mut self, transfer: u64, extents: Vec<Extent>) {
+        self.objects.mkeys.end_transfer(transfer);
         self.extents = extents;
     }
 
-    fn event_of_queue(&mut self, event: EventType, number: u32) {
-        let entry = Entry::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
+    fn post_qp_srq_event(&mut self, event: EventType, number: u32) {
+        let entry = Eqe::new(event, 0).with(eqe_qp_srq::QP_SRQ_N, number);
         self.async_event(event, entry);
     }
 
-    /// Takes the work that the adapter does itself and whose turn it is.
-    pub(super) fn take_local(&mut self, qpn: u32, id: u64) -> Result<Local, Status> {
+    /// Removes local work request `id` from a queue pair and returns it.
+    pub(super) fn take_local(&mut self, qpn: u32, id: u64) -> Result<LocalOp, Status> {
         let local = self.objects.qps.get_mut(qpn).and_then(|qp| qp.take_local(id));
         local.ok_or(Status::LocalQpOperation)
     }
 
-    /// Carries out a change of a memory key, and counts it.
+    /// Executes a UMR work request and counts it.
     pub(super) fn change_key(&mut self, qpn: u32, umr: &super::mkey::Umr) -> Result<(), Status> {
         let result = self.umr(qpn, umr);
         self.counters.registration(result.is_ok());
         result.map_err(|error| {
-            warn!(name = self.identity.name, qpn, key = format_args!("{:#x}", umr.key), %error, "UMR");
+            warn!(name = self.identity.name, qpn, key = format_args!("{:#x}", umr.key), %error, "UMR work request failed");
             Status::MwBind
         })
     }
 
-    /// Carries out a change of a memory key.
+    /// Executes a UMR work request.
     fn umr(&mut self, qpn: u32, umr: &super::mkey::Umr) -> Result<(), UmrError> {
         let Some(qp) = self.objects.qps.get(qpn) else {
             return Err(UmrError::NoKey);
@@ -120,18 +120,18 @@ impl Hca {
         let issuer = Issuer {
             pd: qp.pd,
             qpn,
-            driver: qp.driver,
+            reg_umr: qp.reg_umr,
         };
         let mut list = Vec::new();
         if let Some(mut access) = umr.list_access(&issuer) {
-            // The driver's own queue pair has no domain, and uses keys of all.
-            if let Some(pd) = self.objects.mkeys.domain(access.key).filter(|_| qp.driver) {
+            // A REG_UMR queue pair may use the mkeys of every protection domain.
+            if let Some(pd) = self.objects.mkeys.pd(access.key).filter(|_| qp.reg_umr) {
                 access.pd = pd;
             }
-            // Not truncated: 16 bits of 16 bytes.
+            // Not truncated: a 16-bit count of 16-byte units.
             list.resize(access.length as usize, 0);
             let extents = self.resolve(&access).map_err(Mkeys::list_fault)?;
-            // Lists of translations are the driver's, not payload.
+            // A translation list is metadata of the driver, so it is not counted as payload.
             let result = self.dma.read_extents(&extents, &mut list);
             self.extents = extents;
             result.map_err(|error| Mkeys::list_fault(bus_fault(&error)))?;
@@ -191,7 +191,7 @@ impl Host for Hca {
         };
         self.extents = extents;
         let host_order = self.objects.caps.atomics_in_host_order();
-        // Memory here is in the order of this processor; numbers are in the driver's, or in that of the wire.
+        // `update` returns values in the byte order of this CPU. The driver selected either this order or big-endian.
         let order = |value: u64| if host_order { value } else { value.swap_bytes() };
         let change = |value: u64| {
             let old = order(value);
@@ -215,8 +215,8 @@ impl Host for Hca {
 
     fn local(&mut self, qpn: u32, id: u64) -> Result<(), Status> {
         match self.take_local(qpn, id)? {
-            Local::Nop => Ok(()),
-            Local::Umr(umr) => self.change_key(qpn, &umr),
+            LocalOp::Nop => Ok(()),
+            LocalOp::Umr(umr) => self.change_key(qpn, &umr),
         }
     }
 
@@ -235,7 +235,7 @@ impl Host for Hca {
         self.counters.completion();
         if let Some(cq) = self.objects.cqs.get_mut(cqn) {
             let posted = cq.post(&self.dma, entry, solicited, Instant::now());
-            self.follow(cqn, posted);
+            self.handle_post_result(cqn, posted);
         }
     }
 
@@ -255,7 +255,7 @@ impl Host for Hca {
                 (EventType::SRQ_ERROR, srqn)
             }
         };
-        self.event_of_queue(event, number);
+        self.post_qp_srq_event(event, number);
     }
 
     fn transmit(&mut self, packets: Vec<Packet>) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Messages to the workers: from register accesses, the subnet, the control socket, and other workers.
+//! Inboxes of the workers: messages from register accesses, the subnet, a [`super::Handle`], and the other worker.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -9,37 +9,37 @@ use std::time::{Duration, Instant};
 
 use p2pmem_ib::Delivery;
 
-/// A question to the transport's worker, which answers through what the function has captured.
-pub(super) type Ask = Box<dyn FnOnce(&mut super::model::Model<'_>) + Send>;
+/// A function that the transport worker runs on behalf of a [`super::Handle`].
+pub(super) type Request = Box<dyn FnOnce(&mut super::model::Model<'_>) + Send>;
 
-/// Something that happened, in the order in which it did.
+/// A message to a worker.
 pub(super) enum Message {
-    /// The command doorbell was rung: address of the command queue, and a bit for each entry.
+    /// Command doorbell: address of the command queue, and one bit per entry.
     Command { queue: u64, entries: u32 },
-    /// An event queue's consumer index, and whether it is armed.
-    EventQueue {
+    /// EQ doorbell: consumer index, and whether the EQ is armed.
+    EqDoorbell {
         uar: u32,
         eqn: u8,
         consumer: u32,
         arm: bool,
     },
-    /// A completion queue is armed: the doorbell's two words.
-    Arm { uar: u32, words: [u32; 2] },
-    /// Work was posted to a send queue.
-    Send { uar: u32, qpn: u32 },
-    /// A command that was read, and is the transport's to carry out.
-    Execute(super::command::Taken),
-    /// From the subnet.
+    /// CQ doorbell: its two words arm a CQ.
+    ArmCq { uar: u32, words: [u32; 2] },
+    /// Send doorbell of a QP.
+    SendDoorbell { uar: u32, qpn: u32 },
+    /// A fetched command for the transport worker.
+    Execute(super::command::Command),
+    /// Packets or a link change from the subnet.
     Delivery(Delivery),
-    /// The driver requested a reset of the adapter without one of the function.
+    /// The driver requested a software reset (`nic_interface` in the initialization segment).
     SoftwareReset,
-    /// The function is reset: everything is to be forgotten.
+    /// The function was reset.
     Reset,
-    /// Somebody outside of the guest wants to know or to change something.
-    Ask(Ask),
-    /// Completion queues broke while another worker had them.
-    Look,
-    /// The device is taken away.
+    /// A request from outside of the guest.
+    Request(Request),
+    /// The command worker broke a CQ; the transport worker must move its QPs to the error state.
+    BrokenCqs,
+    /// The device is dropped.
     Stop,
 }
 
@@ -47,33 +47,33 @@ impl fmt::Debug for Message {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match self {
             Self::Command { .. } => "Command",
-            Self::EventQueue { .. } => "EventQueue",
-            Self::Arm { .. } => "Arm",
-            Self::Send { .. } => "Send",
+            Self::EqDoorbell { .. } => "EqDoorbell",
+            Self::ArmCq { .. } => "ArmCq",
+            Self::SendDoorbell { .. } => "SendDoorbell",
             Self::Execute(_) => "Execute",
             Self::Delivery(_) => "Delivery",
             Self::SoftwareReset => "SoftwareReset",
             Self::Reset => "Reset",
-            Self::Ask(_) => "Ask",
-            Self::Look => "Look",
+            Self::Request(_) => "Request",
+            Self::BrokenCqs => "BrokenCqs",
             Self::Stop => "Stop",
         };
         f.write_str(name)
     }
 }
 
-/// How long the worker may wait.
+/// Limit of the time that [`Inbox::take`] blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Wait {
-    /// Not at all.
+    /// Does not block.
     No,
-    /// Until then, if nothing comes.
+    /// Blocks until a message arrives, at most until this time.
     Until(Instant),
-    /// Until something comes.
+    /// Blocks until a message arrives.
     Forever,
 }
 
-/// A queue with many writers and one reader. Writers never wait.
+/// A queue with many writers and one reader. Writers do not block.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     messages: Mutex<Vec<Message>>,
@@ -89,13 +89,13 @@ impl Inbox {
     pub(super) fn put(&self, message: Message) {
         let mut messages = self.lock();
         messages.push(message);
-        // The reader looks before it sleeps, so only the first of a row has to wake it.
+        // The reader checks the queue before it sleeps, so only the first message must wake the reader.
         if messages.len() == 1 {
             self.filled.notify_one();
         }
     }
 
-    /// Takes all messages, into a vector that is empty.
+    /// Moves all messages into `into`, which must be empty.
     pub(super) fn take(&self, into: &mut Vec<Message>, wait: Wait) {
         let mut messages = self.lock();
         while messages.is_empty() {
@@ -121,46 +121,46 @@ impl Inbox {
     }
 }
 
-/// The inboxes of an adapter's workers, and which message is whose.
+/// The inboxes of both workers of an adapter.
 #[derive(Debug, Default)]
 pub(super) struct Inboxes {
-    /// Of the worker for queue pairs: what they send and receive, and with it all transfers of payload.
+    /// Inbox of the transport worker: queue pairs and all payload.
     pub(super) transport: Inbox,
-    /// Of the worker for commands, event and completion queue doorbells, and the driver's own queue pairs.
+    /// Inbox of the command worker: commands, EQ and CQ doorbells, REG_UMR QPs.
     pub(super) commands: Inbox,
-    /// Numbers of the driver's own queue pairs.
-    driver: Mutex<BTreeSet<u32>>,
+    /// Numbers of the REG_UMR QPs.
+    umr_qps: Mutex<BTreeSet<u32>>,
 }
 
 impl Inboxes {
-    fn driver(&self) -> MutexGuard<'_, BTreeSet<u32>> {
-        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    fn umr_qps(&self) -> MutexGuard<'_, BTreeSet<u32>> {
+        self.umr_qps.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts what a register access asks for into the inbox it belongs to. Never waits.
+    /// Puts a message into the inbox of the responsible worker. Does not block.
     pub(super) fn put(&self, message: Message) {
         let transport = match &message {
-            Message::Send { qpn, .. } => !self.driver().contains(qpn),
-            Message::Delivery(_) | Message::Ask(_) | Message::Execute(_) | Message::Look => true,
-            // A reset goes to the worker for commands first, which hands it on: behind every command that it has taken.
+            Message::SendDoorbell { qpn, .. } => !self.umr_qps().contains(qpn),
+            Message::Delivery(_) | Message::Request(_) | Message::Execute(_) | Message::BrokenCqs => true,
+            // The command worker forwards a reset to the transport worker, after all commands that precede it.
             _ => false,
         };
         let inbox = if transport { &self.transport } else { &self.commands };
         inbox.put(message);
     }
 
-    /// This queue pair is the driver's own from now on, or is not any more.
-    pub(super) fn set_driver(&self, qpn: u32, own: bool) {
-        if own {
-            self.driver().insert(qpn);
+    /// Adds a QP to the REG_UMR QPs, or removes it.
+    pub(super) fn set_umr_qp(&self, qpn: u32, is_umr: bool) {
+        if is_umr {
+            self.umr_qps().insert(qpn);
         } else {
-            self.driver().remove(&qpn);
+            self.umr_qps().remove(&qpn);
         }
     }
 
-    /// There are no queue pairs.
+    /// Removes all REG_UMR QPs.
     pub(super) fn clear(&self) {
-        self.driver().clear();
+        self.umr_qps().clear();
     }
 }
 
@@ -176,7 +176,7 @@ mod tests {
             let inbox = Arc::clone(&inbox);
             move || {
                 for qpn in 0..1000 {
-                    inbox.put(Message::Send { uar: 0, qpn });
+                    inbox.put(Message::SendDoorbell { uar: 0, qpn });
                 }
                 inbox.put(Message::Stop);
             }
@@ -187,7 +187,7 @@ mod tests {
             inbox.take(&mut messages, Wait::Forever);
             for message in messages.drain(..) {
                 match message {
-                    Message::Send { qpn, .. } => {
+                    Message::SendDoorbell { qpn, .. } => {
                         assert_eq!(qpn, expected);
                         expected += 1;
                     }
@@ -214,14 +214,14 @@ mod tests {
     #[test]
     fn messages_find_their_worker() {
         let inboxes = Inboxes::default();
-        inboxes.set_driver(7, true);
+        inboxes.set_umr_qp(7, true);
         for qpn in [6, 7] {
-            inboxes.put(Message::Send { uar: 0, qpn });
+            inboxes.put(Message::SendDoorbell { uar: 0, qpn });
         }
         inboxes.put(Message::Command { queue: 0, entries: 1 });
         inboxes.put(Message::Reset);
-        inboxes.set_driver(7, false);
-        inboxes.put(Message::Send { uar: 0, qpn: 7 });
+        inboxes.set_umr_qp(7, false);
+        inboxes.put(Message::SendDoorbell { uar: 0, qpn: 7 });
         let all = |inbox: &Inbox| {
             let mut messages = Vec::new();
             inbox.take(&mut messages, Wait::No);
@@ -229,11 +229,18 @@ mod tests {
         };
         assert!(matches!(
             all(&inboxes.transport)[..],
-            [Message::Send { qpn: 6, .. }, Message::Send { qpn: 7, .. }]
+            [
+                Message::SendDoorbell { qpn: 6, .. },
+                Message::SendDoorbell { qpn: 7, .. }
+            ]
         ));
         assert!(matches!(
             all(&inboxes.commands)[..],
-            [Message::Send { qpn: 7, .. }, Message::Command { .. }, Message::Reset]
+            [
+                Message::SendDoorbell { qpn: 7, .. },
+                Message::Command { .. },
+                Message::Reset
+            ]
         ));
     }
 }

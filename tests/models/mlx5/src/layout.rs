@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Big-endian bit fields in byte slices, and the position of each field of the mlx5 interface.
+//! Big-endian bit fields in byte slices, and the positions of the fields of the mlx5 interface.
 //!
-//! The build generates [`ifc`], [`wire`], [`op`] and [`constants`] from the kernel's headers; their names are the headers'
-//! own, without prefix and in upper case. Bit 0 is the most significant bit of the first byte, as in the headers.
+//! The build script generates [`ifc`], [`wire`], [`op`] and [`constants`] from the kernel's headers. The names are
+//! those of the headers, without prefix and in upper case. As in the headers, bit 0 is the most significant bit of the
+//! first byte.
 //!
-//! No function here panics: fields beyond the end of a slice read as 0 and are not written. A caller that gets a structure
-//! from a driver must check its length first, so that a short structure is refused instead of being read as zeros.
+//! Nothing in this module panics: a field outside of a slice reads as 0, and writes to it are ignored. Code that takes
+//! a structure from a driver checks the length first, so that a short structure is refused instead of read as zeros.
 
 /// A field of up to 64 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,22 +17,22 @@ pub struct Field {
 }
 
 impl Field {
-    /// A field of `width` bits, `offset` bits from the start.
+    /// Creates a field of `width` bits at bit `offset` of a structure.
     pub const fn new(offset: u32, width: u32) -> Self {
         Self { offset, width }
     }
 
-    /// Distance from the start of the structure in bits.
+    /// Returns the offset in the structure, in bits.
     pub const fn offset(self) -> u32 {
         self.offset
     }
 
-    /// Width in bits.
+    /// Returns the width in bits.
     pub const fn width(self) -> u32 {
         self.width
     }
 
-    /// The largest value the field can hold.
+    /// Returns the largest value of the field.
     pub const fn max(self) -> u64 {
         if self.width >= 64 {
             u64::MAX
@@ -40,7 +41,7 @@ impl Field {
         }
     }
 
-    /// The field's value; 0 if it does not lie in `bytes`.
+    /// Reads the field; 0 if the field is not in `bytes`.
     pub fn get(self, bytes: &[u8]) -> u64 {
         let first = (self.offset / 8) as usize;
         let end = (self.offset as usize + self.width as usize).div_ceil(8);
@@ -50,23 +51,23 @@ impl Field {
         let value = bytes
             .iter()
             .fold(0_u128, |value, byte| (value << 8) | u128::from(*byte));
-        // Bits to the right of the field in its last byte.
+        // Number of bits after the field in its last byte.
         let right = end * 8 - (self.offset + self.width) as usize;
-        // Not truncated: masked to the field's width.
+        // Not truncated: masked to the width of the field.
         ((value >> right) as u64) & self.max()
     }
 
-    /// The value of a field of up to 32 bits; the low 32 bits of a wider one.
+    /// Reads the low 32 bits of the field.
     pub fn get32(self, bytes: &[u8]) -> u32 {
         self.get(bytes) as u32
     }
 
-    /// Whether the field is not 0.
+    /// Returns whether the field is not 0.
     pub fn is_set(self, bytes: &[u8]) -> bool {
         self.get(bytes) != 0
     }
 
-    /// Sets the field to the low bits of `value`; does nothing if it does not lie in `bytes`.
+    /// Writes the low bits of `value` to the field. Does nothing if the field is not in `bytes`.
     pub fn set(self, bytes: &mut [u8], value: impl Into<u64>) {
         let first = (self.offset / 8) as usize;
         let end = (self.offset as usize + self.width as usize).div_ceil(8);
@@ -85,7 +86,7 @@ impl Field {
     }
 }
 
-/// A structure inside of another.
+/// A structure inside of another structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
     offset: u32,
@@ -93,7 +94,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// A structure of `width` bits, `offset` bits from the start. Both are whole bytes, or it cannot be taken out.
+    /// Creates a part of `width` bits at bit `offset` of a structure. Both must be multiples of 8.
     pub const fn new(offset: u32, width: u32) -> Self {
         Self { offset, width }
     }
@@ -103,22 +104,22 @@ impl Part {
         start..start + (self.width / 8) as usize
     }
 
-    /// Its bytes; none if it does not lie in `bytes`.
+    /// Returns the bytes of the part; empty if the part is not in `bytes`.
     pub fn of(self, bytes: &[u8]) -> &[u8] {
         bytes.get(self.range()).unwrap_or(&[])
     }
 
-    /// Its bytes to be changed; none if it does not lie in `bytes`.
+    /// Returns the bytes of the part for modification; empty if the part is not in `bytes`.
     pub fn of_mut(self, bytes: &mut [u8]) -> &mut [u8] {
         bytes.get_mut(self.range()).unwrap_or(&mut [])
     }
 
-    /// Distance from the start of the outer structure in bytes.
+    /// Returns the offset in the outer structure, in bytes.
     pub const fn offset(self) -> usize {
         (self.offset / 8) as usize
     }
 
-    /// A field of the inner structure as one of the outer.
+    /// Returns field `inner` of the part as a field of the outer structure.
     pub const fn field(self, inner: Field) -> Field {
         Field::new(self.offset + inner.offset, inner.width)
     }
@@ -133,28 +134,28 @@ pub struct Array {
 }
 
 impl Array {
-    /// An array of `count` elements of `width` bits, `offset` bits from the start; `count` is 0 for one that ends with
-    /// the structure it is in.
+    /// Creates an array of `count` elements of `width` bits each at bit `offset` of a structure. A `count` of 0 means a
+    /// flexible array, which extends to the end of the slice.
     pub const fn new(offset: u32, width: u32, count: u32) -> Self {
         Self { offset, width, count }
     }
 
-    /// Distance from the start of the structure in bytes.
+    /// Returns the offset in the structure, in bytes.
     pub const fn offset(self) -> usize {
         (self.offset / 8) as usize
     }
 
-    /// Number of elements; 0 if the array has no length of its own.
+    /// Returns the number of elements; 0 for a flexible array.
     pub const fn count(self) -> usize {
         self.count as usize
     }
 
-    /// Size of an element in bytes, if it is whole bytes.
+    /// Returns the size of an element in bytes, if the size is a multiple of 8 bits.
     pub const fn stride(self) -> usize {
         (self.width / 8) as usize
     }
 
-    /// Element `index` as a field. An index outside of the array makes a field that lies in no slice.
+    /// Returns element `index` as a field. For an index outside of the array, the field is outside of every slice.
     pub fn at(self, index: usize) -> Field {
         let inside = self.count == 0 || index < self.count();
         let offset = u32::try_from(index)
@@ -165,8 +166,8 @@ impl Array {
         Field::new(offset.unwrap_or(u32::MAX - 64), self.width)
     }
 
-    /// The bytes of all elements; those up to the slice's end if the array has no length of its own. None if they do not
-    /// lie in `bytes`.
+    /// Returns the bytes of all elements; empty if they are not in `bytes`. For a flexible array, returns all bytes up to
+    /// the end of `bytes`.
     pub fn of(self, bytes: &[u8]) -> &[u8] {
         let rest = bytes.get(self.offset()..).unwrap_or(&[]);
         match self.count {
@@ -175,7 +176,7 @@ impl Array {
         }
     }
 
-    /// As [`Array::of`], to be changed.
+    /// Returns the same bytes as [`Array::of`], for modification.
     pub fn of_mut(self, bytes: &mut [u8]) -> &mut [u8] {
         let rest = bytes.get_mut(self.offset()..).unwrap_or(&mut []);
         match self.count {
@@ -202,7 +203,7 @@ mod tests {
     #[test]
     fn known_places() {
         use ifc::{cmd_hca_cap, cqc, create_cq_in, mkc, qpc};
-        // Read off the headers by hand, field by field.
+        // Expected values are taken from the headers by hand.
         assert_eq!((cqc::STATUS.offset(), cqc::STATUS.width()), (0, 4));
         assert_eq!((cqc::CQE_SZ.offset(), cqc::CQE_SZ.width()), (8, 3));
         assert_eq!(cqc::BYTES, 64);
@@ -247,7 +248,7 @@ mod tests {
     }
 
     proptest! {
-        /// A field set reads back, and no other bit changes.
+        /// `get` returns the value of `set`, and `set` changes no other bit.
         #[test]
         fn set_and_get(start in any::<[u8; 24]>(), offset in 0_u32..128, width in 1_u32..=64, value: u64) {
             let field = Field::new(offset, width);

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A ConnectX network adapter with an InfiniBand port, as the kernel's mlx5 drivers know it.
+//! Model of a ConnectX network adapter with one InfiniBand port, for the kernel's mlx5 drivers.
 //!
-//! The driver and the adapter talk through memory: a command queue, event queues, completion queues and work queues, whose
-//! layouts are the kernel's own ([`layout`]). Register accesses are few (doorbells, a health counter) and are answered on
-//! the thread that serves the emulator; everything else is the business of two workers per adapter: one for queue pairs and
-//! the payload that they move, one for commands and changes of memory keys, so that payload can be in flight while the key
-//! changes by which it is moved (`adapter.rs`). Each is fed by an inbox: doorbells, packets from the subnet, questions from
-//! outside.
+//! The driver and the adapter share a command queue, event queues (EQs), completion queues (CQs) and work queues in
+//! host memory. Their layouts come from the kernel's headers ([`layout`]). The thread that serves the emulator answers
+//! register accesses (doorbells, health counter). Two workers per adapter do the rest: the transport worker handles
+//! queue pairs and moves payload, the command worker handles commands and UMR work requests. Two workers are necessary
+//! because a memory key can change while payload that uses the key is in flight (`adapter.rs`). Each worker reads an
+//! inbox with doorbells, packets from the subnet, and requests from outside of the guest.
 //!
-//! What travels between adapters, and how it is made reliable, is in crate `p2pmem-ib`; this is its host.
+//! Crate `p2pmem-ib` implements the InfiniBand transport; this crate implements its `Host` trait.
 
-// The README's example is compiled and run with the tests.
+// Compile and run the README's example as a doctest.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
 mod adapter;
@@ -35,7 +35,7 @@ mod srq;
 mod table;
 mod wqe;
 
-pub use counters::{Machinery, Payload};
+pub use counters::{AdapterCounters, Payload};
 pub use front::{Bytes, DEVICE_ID, Handle, Nic, NoAnswer, Report, Settings, Status, VENDOR_ID};
 pub use hold::{HoldRequest, HoldStatus};
 pub use registers::VECTORS;

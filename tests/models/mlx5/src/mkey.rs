@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory keys: the memory of a local or remote key, and the access that the key allows.
+//! Memory keys (mkeys): access rights and address translation of an `lkey` or `rkey`.
 //!
-//! A key's context (`mkc` in the headers) has the key's owner, its access rights, and the layout of its address space: bus
-//! addresses (PA), pages of one size (MTT), pages of one size in other keys (KSM), or consecutive ranges of other keys
-//! (KLM). The translations are stored here, as the hardware stores them in its own memory; the driver sets them with
-//! CREATE_MKEY or with UMR work requests (`umr.rs`). An access to a page that is not present causes a page fault, which the
-//! driver has to resolve (`fault.rs`).
+//! The mkey context (`mkc` in the headers) holds the protection domain, the access rights and the access mode. The
+//! access mode is one of: bus addresses (PA), pages of one size (MTT), pages of one size of other mkeys (KSM), or a
+//! list of variable-size entries of other mkeys (KLM). As in hardware, the adapter keeps the translations. The driver
+//! writes them by CREATE_MKEY or by UMR work requests (`umr.rs`). An access to a page that is not present raises a page
+//! fault (`fault.rs`), which the driver resolves and resumes.
 //!
-//! This module moves no payload: [`Mkeys::resolve`] translates an access into ranges of bus addresses.
+//! This module moves no payload: [`Mkeys::resolve`] translates an access to ranges of bus addresses.
 
 mod context;
 mod fault;
@@ -24,28 +24,28 @@ use p2pmem_vfio_user::Extent;
 
 use super::layout::ifc::{create_mkey_in, mkc, query_mkey_out};
 use super::table::Table;
-use context::{Context, Mode};
+use context::{AccessMode, Context};
 pub use fault::{PageFault, Resumed};
-use translation::{Target, Translations};
+use translation::{Translation, Translations};
 pub use umr::{Issuer, List, Umr, UmrError};
 
-/// Number of the first key; those below are taken for reserved ones by the driver.
+/// Index of the first mkey. Drivers treat lower indexes as reserved.
 const FIRST: u32 = 16;
-/// Key of a KLM entry that is no piece but says how those after it repeat.
-const REPEAT: u32 = 0x400;
-/// How many keys deep an address may be translated.
+/// Key of the KLM entry that is the control segment of a stride block list (`MLX5_STRIDE_BLOCK_OP` in `qp.h`).
+const STRIDE_BLOCK_OP: u32 = 0x400;
+/// Maximum depth of mkeys that refer to other mkeys.
 const MAX_DEPTH: u32 = 5;
-/// Most ranges that one access may fall into, and most translations it may take to find them; who builds a key out of
-/// single bytes gets no further.
+/// Maximum number of bus address ranges of one access, and maximum number of translations that one access may read. The
+/// limits bound the cost of an mkey that consists of single bytes.
 const MAX_EXTENTS: usize = 1 << 20;
 const MAX_STEPS: u32 = 1 << 22;
 
-/// The maximum number of keys and translations of a device.
+/// Maximum numbers of mkeys and translations of an adapter.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Keys.
+    /// Number of mkeys.
     pub keys: u32,
-    /// Translations of all keys together, in units of 8 bytes.
+    /// Translations of all mkeys together, in units of 8 bytes.
     pub words: u64,
 }
 
@@ -58,97 +58,97 @@ impl Default for Limits {
     }
 }
 
-/// Why a command about a key is refused.
+/// Reason why an mkey command is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Refusal {
-    /// The command is shorter than what it announces.
-    #[error("the command is too short")]
+pub enum MkeyError {
+    /// The command is shorter than its length fields state.
+    #[error("command shorter than its length fields state")]
     Short,
-    /// A parameter that no key can have here.
+    /// A parameter is not supported.
     #[error("{0}")]
     Parameter(&'static str),
-    /// There is no such key.
-    #[error("no such key")]
+    /// The mkey does not exist.
+    #[error("mkey does not exist")]
     NoKey,
-    /// Too many keys, or too many translations.
-    #[error("no space for another key")]
+    /// The adapter has too many mkeys or translations.
+    #[error("too many mkeys or translations")]
     Full,
 }
 
-/// A key.
+/// A memory key.
 #[derive(Debug)]
 struct Key {
-    /// The context as the driver wrote it, for QUERY_MKEY and changes of single fields.
+    /// Context as the driver wrote it, for QUERY_MKEY and for changes of single fields.
     image: [u8; mkc::BYTES],
     context: Context,
     translations: Translations,
-    /// It is about to be destroyed: no access begins any more.
+    /// DESTROY_MKEY is in progress: no new access may begin.
     retired: bool,
 }
 
-/// The memory keys of a device.
+/// The memory keys of an adapter.
 #[derive(Debug)]
 pub struct Mkeys {
     keys: Table<Key>,
     limits: Limits,
     words: u64,
-    faults: fault::Faults,
-    /// Accesses that have their bus addresses and whose transfer has not ended, by number, with the indexes of the keys
-    /// that they were translated by. Numbers ascend.
-    flights: BTreeMap<u64, Vec<u32>>,
-    next_flight: u64,
+    faults: fault::PageFaults,
+    /// Transfers in flight by their number, each with the indexes of the mkeys that its access was translated by.
+    /// Numbers ascend.
+    transfers: BTreeMap<u64, Vec<u32>>,
+    next_transfer: u64,
 }
 
-/// In whose name an address is translated.
+/// Rights, protection domain and queue pair that an access is checked against.
 #[derive(Clone, Copy)]
-struct Who {
+struct Accessor {
     rights: Rights,
     pd: u32,
     qpn: u32,
 }
 
-/// What ends a translation early.
-enum Stop {
+/// Reason why a translation stops early.
+enum WalkError {
     Fault(Fault),
-    /// Nothing is present at these addresses of this key.
-    Absent {
+    /// The pages at these addresses of mkey `key` are not present.
+    NotPresent {
         key: u32,
         address: u64,
         len: u64,
     },
 }
 
-impl From<Fault> for Stop {
+impl From<Fault> for WalkError {
     fn from(fault: Fault) -> Self {
         Self::Fault(fault)
     }
 }
 
 impl Mkeys {
-    /// No keys yet.
+    /// Creates an empty table.
     pub fn new(limits: Limits) -> Self {
         Self {
             keys: Table::new(FIRST, limits.keys),
             limits,
             words: 0,
-            faults: fault::Faults::default(),
-            flights: BTreeMap::new(),
-            next_flight: 0,
+            faults: fault::PageFaults::default(),
+            transfers: BTreeMap::new(),
+            next_transfer: 0,
         }
     }
 
-    /// Carries out a CREATE_MKEY command, given as a whole, and returns the key's index.
+    /// Executes a CREATE_MKEY command and returns the index of the mkey. `command` is the whole input.
     ///
     /// # Errors
     ///
-    /// See [`Refusal`].
-    pub fn create(&mut self, command: &[u8]) -> Result<u32, Refusal> {
+    /// See [`MkeyError`].
+    pub fn create(&mut self, command: &[u8]) -> Result<u32, MkeyError> {
         if command.len() < create_mkey_in::BYTES {
-            return Err(Refusal::Short);
+            return Err(MkeyError::Short);
         }
         if create_mkey_in::MKEY_UMEM_VALID.is_set(command) || create_mkey_in::DATA_DIRECT.is_set(command) {
-            return Err(Refusal::Parameter(
-                "translations in another device's or process's memory",
+            return Err(MkeyError::Parameter(
+                "translations in a umem or of another device are not supported",
             ));
         }
         let mut image = [0; mkc::BYTES];
@@ -160,15 +160,15 @@ impl Mkeys {
         let list = usize::try_from(octwords * 16)
             .ok()
             .and_then(|bytes| list.get(..bytes))
-            .ok_or(Refusal::Short)?;
+            .ok_or(MkeyError::Short)?;
         if octwords > context.octwords {
-            return Err(Refusal::Parameter("more translations than the key has space for"));
+            return Err(MkeyError::Parameter("more translations than the mkey declares"));
         }
         let present = !create_mkey_in::PG_ACCESS.is_set(command);
         let mut translations = Translations::new(context.mode);
         let need = translations.words_with(0, list.len());
         if self.words + need > self.limits.words {
-            return Err(Refusal::Full);
+            return Err(MkeyError::Full);
         }
         translations.write(0, list, present);
         let key = Key {
@@ -177,40 +177,40 @@ impl Mkeys {
             translations,
             retired: false,
         };
-        let index = self.keys.add(key).ok_or(Refusal::Full)?;
+        let index = self.keys.add(key).ok_or(MkeyError::Full)?;
         self.words += need;
         Ok(index)
     }
 
-    /// Refuses new accesses by the key with this index, and changes of the key. The caller still has to destroy the key, once
-    /// [`Mkeys::in_flight`] returns that no access is in flight.
+    /// Makes all new accesses and changes of the mkey fail. The caller destroys the mkey when [`Mkeys::in_flight`]
+    /// returns false.
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn retire(&mut self, index: u32) -> Result<(), Refusal> {
-        self.keys.get_mut(index).ok_or(Refusal::NoKey)?.retired = true;
+    /// [`MkeyError::NoKey`].
+    pub fn retire(&mut self, index: u32) -> Result<(), MkeyError> {
+        self.keys.get_mut(index).ok_or(MkeyError::NoKey)?.retired = true;
         Ok(())
     }
 
-    /// Destroys the key with this index.
+    /// Destroys the mkey with this index.
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn destroy(&mut self, index: u32) -> Result<(), Refusal> {
-        let key = self.keys.remove(index).ok_or(Refusal::NoKey)?;
+    /// [`MkeyError::NoKey`].
+    pub fn destroy(&mut self, index: u32) -> Result<(), MkeyError> {
+        let key = self.keys.remove(index).ok_or(MkeyError::NoKey)?;
         self.words -= key.translations.words();
         Ok(())
     }
 
-    /// Fills the output of QUERY_MKEY in, but for its status.
+    /// Writes the output of QUERY_MKEY, except for its status.
     ///
     /// # Errors
     ///
-    /// [`Refusal::NoKey`].
-    pub fn query(&self, index: u32, output: &mut [u8]) -> Result<(), Refusal> {
-        let key = self.keys.get(index).ok_or(Refusal::NoKey)?;
+    /// [`MkeyError::NoKey`].
+    pub fn query(&self, index: u32, output: &mut [u8]) -> Result<(), MkeyError> {
+        let key = self.keys.get(index).ok_or(MkeyError::NoKey)?;
         let entry = query_mkey_out::MEMORY_KEY_MKEY_ENTRY.of_mut(output);
         if entry.len() == key.image.len() {
             entry.copy_from_slice(&key.image);
@@ -229,22 +229,22 @@ impl Mkeys {
         Ok(())
     }
 
-    /// Number of keys.
+    /// Returns the number of mkeys.
     pub fn len(&self) -> usize {
         self.keys.len()
     }
 
-    /// Whether there are no keys.
+    /// Returns whether there are no mkeys.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Translations of all keys, in units of 8 bytes.
+    /// Returns the size of all translations, in units of 8 bytes.
     pub fn words(&self) -> u64 {
         self.words
     }
 
-    /// The key itself, if it has this number and variant and is not free.
+    /// Returns the mkey if it exists, its variant matches, and it is neither free nor about to be destroyed.
     fn live(&self, key: u32) -> Result<&Key, Fault> {
         let found = self.keys.get(key >> 8).ok_or(Fault::Key)?;
         if found.retired || found.context.free || found.context.variant != (key & 0xff) as u8 {
@@ -253,85 +253,86 @@ impl Mkeys {
         Ok(found)
     }
 
-    /// The key, if it may be used like this for a range that lies in it.
-    fn permitted(&self, key: u32, who: Who, address: u64, len: u64) -> Result<&Key, Fault> {
+    /// Returns the mkey if the accessor may use the given range of it.
+    fn permitted(&self, key: u32, accessor: Accessor, address: u64, len: u64) -> Result<&Key, Fault> {
         let found = self.live(key)?;
         let context = &found.context;
-        if context.pd != who.pd || !context.any_qp() && context.qpn != who.qpn {
+        if context.pd != accessor.pd || !context.any_qp() && context.qpn != accessor.qpn {
             return Err(Fault::Domain);
         }
-        if !context.allows(who.rights) {
+        if !context.allows(accessor.rights) {
             return Err(Fault::Rights);
         }
-        if !context.holds(address, len) {
+        if !context.contains(address, len) {
             return Err(Fault::Bounds);
         }
         Ok(found)
     }
 
-    /// The protection domain of a key, if there is such a key.
-    pub fn domain(&self, key: u32) -> Option<u32> {
+    /// Returns the protection domain of a live mkey.
+    pub fn pd(&self, key: u32) -> Option<u32> {
         self.live(key).ok().map(|found| found.context.pd)
     }
 
-    /// Whether a key allows an access, without looking at its translations.
+    /// Checks rights, protection domain and bounds of an access. Ignores the translations.
     ///
     /// # Errors
     ///
     /// See [`Fault`]; never a page fault.
     pub fn check(&self, access: &Access) -> Result<(), Fault> {
-        let who = Who {
+        let accessor = Accessor {
             rights: access.rights,
             pd: access.pd,
             qpn: access.qpn,
         };
-        self.permitted(access.key, who, access.address, access.length).map(drop)
+        self.permitted(access.key, accessor, access.address, access.length)
+            .map(drop)
     }
 
-    /// Finds the bus addresses of an access and appends them to `extents`, neighbours joined. On an error, nothing is
-    /// appended.
+    /// Translates an access to bus addresses and appends them to `extents`; adjacent ranges are merged. On an error,
+    /// `extents` is unchanged.
     ///
     /// # Errors
     ///
-    /// See [`Fault`]. For a page that is not present, the fault is among [`Mkeys::take_faults`] unless the same one is
-    /// pending already.
+    /// See [`Fault`]. For a page that is not present, [`Mkeys::take_faults`] returns the fault unless the same fault is
+    /// already pending.
     pub fn resolve(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<(), Fault> {
         self.translate(access, extents).map(drop)
     }
 
-    /// As [`Mkeys::resolve`], of an access whose transfer runs while the keys may change: until [`Mkeys::land`] is called
-    /// with the number returned, it is in flight.
+    /// Translates an access like [`Mkeys::resolve`], and records a transfer that is in flight until the caller passes
+    /// the returned number to [`Mkeys::end_transfer`]. The mkeys may change in the meantime.
     ///
     /// # Errors
     ///
     /// As [`Mkeys::resolve`].
-    pub fn depart(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<u64, Fault> {
+    pub fn begin_transfer(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<u64, Fault> {
         let keys = self.translate(access, extents)?;
-        let number = self.next_flight;
-        self.next_flight += 1;
-        self.flights.insert(number, keys);
+        let number = self.next_transfer;
+        self.next_transfer += 1;
+        self.transfers.insert(number, keys);
         Ok(number)
     }
 
-    /// The transfer of an access has ended.
-    pub fn land(&mut self, number: u64) {
-        self.flights.remove(&number);
+    /// Ends the transfer with this number.
+    pub fn end_transfer(&mut self, number: u64) {
+        self.transfers.remove(&number);
     }
 
-    /// The number that the next access to depart gets.
-    pub fn next_flight(&self) -> u64 {
-        self.next_flight
+    /// Returns the number that the next transfer gets.
+    pub fn next_transfer(&self) -> u64 {
+        self.next_transfer
     }
 
-    /// Whether accesses by the key with this index are in flight that departed before number `before`.
+    /// Returns whether a transfer that uses the mkey with this index and has a number below `before` is in flight.
     pub fn in_flight(&self, index: u32, before: u64) -> bool {
-        self.flights.range(..before).any(|(_, keys)| keys.contains(&index))
+        self.transfers.range(..before).any(|(_, keys)| keys.contains(&index))
     }
 
-    /// Finds an access's bus addresses, and the indexes of the keys that lead to them.
+    /// Appends the bus addresses of an access to `extents`, and returns the indexes of all mkeys that were used.
     fn translate(&mut self, access: &Access, extents: &mut Vec<Extent>) -> Result<Vec<u32>, Fault> {
         let before = extents.len();
-        let who = Who {
+        let accessor = Accessor {
             rights: access.rights,
             pd: access.pd,
             qpn: access.qpn,
@@ -342,59 +343,69 @@ impl Mkeys {
             steps: MAX_STEPS,
             keys: Vec::new(),
         };
-        let result = self.walk(access.key, who, access.address, access.length, 0, &mut out);
+        let result = self.walk(access.key, accessor, access.address, access.length, 0, &mut out);
         let keys = out.keys;
         result.map(|()| keys).map_err(|stop| {
             extents.truncate(before);
             match stop {
-                Stop::Fault(fault) => fault,
-                Stop::Absent { key, address, len } => self.faults.raise(key, address, len),
+                WalkError::Fault(fault) => fault,
+                WalkError::NotPresent { key, address, len } => self.faults.raise(key, address, len),
             }
         })
     }
 
-    fn walk(&self, key: u32, who: Who, address: u64, len: u64, depth: u32, out: &mut Extents<'_>) -> Result<(), Stop> {
+    fn walk(
+        &self,
+        key: u32,
+        accessor: Accessor,
+        address: u64,
+        len: u64,
+        depth: u32,
+        out: &mut Extents<'_>,
+    ) -> Result<(), WalkError> {
         if depth >= MAX_DEPTH {
             return Err(Fault::Bounds.into());
         }
-        let found = self.permitted(key, who, address, len)?;
-        out.through(key >> 8);
-        let inner = Who {
-            // A key made of others uses them as its owner would.
-            rights: match who.rights {
+        let found = self.permitted(key, accessor, address, len)?;
+        out.add_key(key >> 8);
+        let inner = Accessor {
+            // A KLM or KSM mkey uses the mkeys it refers to with local rights.
+            rights: match accessor.rights {
                 Rights::LocalRead | Rights::RemoteRead => Rights::LocalRead,
                 Rights::LocalWrite | Rights::RemoteWrite | Rights::RemoteAtomic => Rights::LocalWrite,
             },
-            ..who
+            ..accessor
         };
         let mut done = 0;
         while done < len {
             out.step()?;
             let at = address.wrapping_add(done);
-            let piece = found.translations.find(&found.context, at, len - done);
-            match piece.ok_or(Fault::Bounds)? {
-                Target::Bus { address, run, present } if present.allows(who.rights) => {
+            let translation = found.translations.find(&found.context, at, len - done);
+            match translation.ok_or(Fault::Bounds)? {
+                Translation::Bus { address, run, flags } if flags.allows(accessor.rights) => {
                     out.push(address, run)?;
                     done += run;
                 }
-                Target::Bus { run, .. } | Target::Absent { run } => {
-                    // All that is missing in a row, so that the driver repairs it at once.
+                Translation::Bus { run, .. } | Translation::NotPresent { run } => {
+                    // Report all consecutive missing pages, so that the driver resolves them with one fault.
                     let mut missing = run;
                     while missing < len - done && out.step().is_ok() {
                         let at = at.wrapping_add(missing);
                         match found.translations.find(&found.context, at, len - done - missing) {
-                            Some(Target::Bus { present, run, .. }) if !present.allows(who.rights) => missing += run,
-                            Some(Target::Absent { run }) => missing += run,
+                            Some(Translation::Bus { flags, run, .. }) if !flags.allows(accessor.rights) => {
+                                missing += run
+                            }
+                            Some(Translation::NotPresent { run }) => missing += run,
                             _ => break,
                         }
                     }
-                    return Err(Stop::Absent {
+                    return Err(WalkError::NotPresent {
                         key,
                         address: at,
                         len: missing,
                     });
                 }
-                Target::Key { key, address, run } => {
+                Translation::Mkey { key, address, run } => {
                     self.walk(key, inner, address, run, depth + 1, out)?;
                     done += run;
                 }
@@ -403,11 +414,11 @@ impl Mkeys {
         Ok(())
     }
 
-    /// Makes a key free because the remote side requested that with a message.
+    /// Sets an mkey free, as requested by the remote side's SEND with invalidate.
     ///
     /// # Errors
     ///
-    /// The key does not exist, belongs to another protection domain, or does not allow remote invalidation.
+    /// The mkey does not exist, is of another domain or queue pair, or does not permit remote invalidation.
     pub fn invalidate(&mut self, key: u32, pd: u32, qpn: u32) -> Result<(), Fault> {
         let context = &self.live(key)?.context;
         if context.pd != pd || !context.any_qp() && context.qpn != qpn {
@@ -424,32 +435,32 @@ impl Mkeys {
     }
 }
 
-/// Bus addresses, neighbours joined.
+/// Bus addresses of one access; adjacent ranges are merged.
 struct Extents<'a> {
     list: &'a mut Vec<Extent>,
     limit: usize,
-    /// Translations that may still be looked at.
+    /// Number of translations that may still be read.
     steps: u32,
-    /// Indexes of the keys that the access passes through, each once.
+    /// Indexes of the mkeys that were used, without duplicates.
     keys: Vec<u32>,
 }
 
 impl Extents<'_> {
-    fn through(&mut self, index: u32) {
-        // A short list: an access has one key, and a key made of others usually has few.
+    fn add_key(&mut self, index: u32) {
+        // The list is short: an access has one mkey, and a KLM or KSM mkey usually refers to few.
         if !self.keys.contains(&index) {
             self.keys.push(index);
         }
     }
 
-    /// Looks at another translation.
+    /// Counts one translation. Fails when the access has read too many.
     fn step(&mut self) -> Result<(), Fault> {
         self.steps = self.steps.checked_sub(1).ok_or(Fault::Bounds)?;
         Ok(())
     }
 
     fn push(&mut self, address: u64, len: u64) -> Result<(), Fault> {
-        // Addresses that wrap around are no bus addresses.
+        // A range that wraps around is no range of bus addresses.
         let end = address.checked_add(len - 1).ok_or(Fault::Bus)?;
         let full = self.list.len() >= self.limit;
         match self.list.last_mut() {
@@ -462,13 +473,13 @@ impl Extents<'_> {
 }
 
 impl Context {
-    /// Refuses what no key here can be.
-    fn check(&self) -> Result<(), Refusal> {
-        if self.mode == Mode::Other {
-            return Err(Refusal::Parameter("an access mode that this device does not have"));
+    /// Refuses contexts that this model does not support.
+    fn check(&self) -> Result<(), MkeyError> {
+        if self.mode == AccessMode::Other {
+            return Err(MkeyError::Parameter("access mode not supported"));
         }
         if self.signature {
-            return Err(Refusal::Parameter("signatures, which this device does not have"));
+            return Err(MkeyError::Parameter("signatures (bsf_en) not supported"));
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The state of an adapter, and what each message does to it.
+//! State of an adapter, and the handling of each message.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,40 +10,40 @@ use p2pmem_ib::{Counters as TransportCounters, Delivery, Engine, LinkCounters, M
 use p2pmem_vfio_user::{Bus, Dma};
 use tracing::{debug, warn};
 
-use super::adapter::{Adapter, Unlocked};
+use super::adapter::{Adapter, AdapterHost};
 use super::caps::{Caps, limit};
 use super::command::{self, CounterSet, Phase, link_since, port_capability};
 use super::counters::{Counters, difference, sum};
-use super::cq::{Cq, Posted};
-use super::eq::{Entry, Eq, EventType};
+use super::cq::{Cq, PostResult};
+use super::eq::{Eq, Eqe, EventType};
 use super::front::Status;
 use super::inbox::{Inboxes, Message, Wait};
 use super::layout::constants;
 use super::layout::wire::{eqe_cq_err, eqe_port_state};
 use super::mkey::{Limits, Mkeys};
 use super::qp::Qp;
-use super::registers::{FIRST_UAR, Interface, Registers, UARS};
+use super::registers::{FIRST_UAR, NicInterface, Registers, UARS};
 use super::srq::Srq;
 use super::table::Table;
 
-/// The first number of most objects: 0 is taken for none by drivers.
+/// First number of most objects. Drivers treat number 0 as invalid.
 const FIRST: u32 = 1;
-/// The first number of queue pairs; 0 and 1 are the port's own.
+/// First queue pair number. Numbers 0 and 1 are the special queue pairs of the port.
 const FIRST_QP: u32 = 0x40;
-/// The only port.
+/// Number of the only port.
 const PORT: u32 = 1;
-/// Where the event of a port has its number: in the upper half of a byte.
+/// Shift of the port number in the port state event: the number is in the upper half of the byte.
 const PORT_SHIFT: u32 = 4;
-/// Why a completion queue broke: it was full.
+/// Syndrome of a CQ error event: overrun.
 const OVERRUN: u32 = 1;
-/// The P_Key of everybody, with full membership.
+/// Default P_Key, full membership.
 const DEFAULT_PKEY: u16 = 0xffff;
-/// How often a command lets the transport go on first. There may be no end to what others send.
+/// Maximum number of transport runs before a command is executed. Other adapters may send without end.
 const CATCH_UP: usize = 64;
-/// Bytes of a node's description.
-const DESCRIPTION: usize = 64;
+/// Size of the node description in bytes.
+const NODE_DESC_SIZE: usize = 64;
 
-/// Who the adapter is.
+/// Name and GUIDs of an adapter.
 #[derive(Clone, Debug)]
 pub(super) struct Identity {
     pub(super) name: String,
@@ -51,81 +51,82 @@ pub(super) struct Identity {
     pub(super) port_guid: u64,
 }
 
-/// An adapter while all of it is looked at: its transports, and all the rest. Only the transport's worker makes one.
+/// Exclusive access to a whole adapter: both transport engines and the shared state. Only the transport worker creates
+/// one.
 #[derive(Debug)]
 pub(super) struct Model<'a> {
     pub(super) engine: &'a mut Engine,
-    /// The transport of the driver's own queue pairs.
-    pub(super) driver: &'a mut Engine,
+    /// Engine of the REG_UMR queue pairs.
+    pub(super) umr_engine: &'a mut Engine,
     pub(super) hca: &'a mut Hca,
     pub(super) inboxes: &'a Inboxes,
 }
 
-/// What the transport's worker has: the transport is its own, the rest is shared.
+/// State of the transport worker: the worker owns the engine and shares the adapter.
 #[derive(Debug)]
-pub(super) struct Transport {
+pub(super) struct TransportWorker {
     engine: Engine,
     pub(super) adapter: Arc<Adapter>,
 }
 
-/// What of an adapter is not its transport.
+/// State of an adapter without its transport engines.
 #[derive(Debug)]
 pub(super) struct Hca {
     pub(super) identity: Identity,
     pub(super) bus: Bus,
-    /// Access to the bus until the next reset; the same for payload of connections and for payload of datagrams.
+    /// DMA handles, valid until the next reset: for queues and commands, for connected payload, for datagram payload.
     pub(super) dma: Dma,
     pub(super) payload: Dma,
     pub(super) datagrams: Dma,
-    /// Where the latter two come from after a reset, and what counts their bytes.
-    pub(super) tallies: [Dma; 2],
+    /// Source of `payload` and `datagrams` after a reset. These handles count the bytes.
+    pub(super) counted_dma: [Dma; 2],
     pub(super) registers: Arc<Registers>,
     pub(super) counters: Arc<Counters>,
     pub(super) port: Port,
     pub(super) attributes: PortAttributes,
-    /// What the link had carried when its counters were last cleared.
+    /// Link counters at the time the driver last cleared them.
     pub(super) port_base: LinkCounters,
-    /// What transports that ended had counted, and what of it all was counted before the counters were last cleared.
+    /// Transport counters of engines that a reset replaced, and the total at the time the counters were last cleared.
     transport_past: TransportCounters,
     transport_base: TransportCounters,
-    /// As `port_base`, for those outside of the guest.
+    /// Link counters at the time [`super::Handle::reset_counters`] last cleared them.
     link_base: LinkCounters,
     pub(super) started: Instant,
     pub(super) objects: Objects,
-    /// Scratch for addresses.
+    /// Buffer for bus addresses, kept to avoid an allocation per access.
     pub(super) extents: Vec<p2pmem_vfio_user::Extent>,
 }
 
-/// What the driver made and set: a reset forgets it.
+/// Objects and settings of the driver. A reset drops them.
 #[derive(Debug)]
 pub(super) struct Objects {
     pub(super) phase: Phase,
     pub(super) caps: Caps,
     pub(super) port_capabilities: u32,
-    pub(super) node_description: [u8; DESCRIPTION],
+    pub(super) node_description: [u8; NODE_DESC_SIZE],
     pub(super) uars: Table<()>,
     pub(super) pds: Table<()>,
     pub(super) xrcds: Table<()>,
-    pub(super) domains: Table<()>,
+    pub(super) transport_domains: Table<()>,
     pub(super) counter_sets: Table<CounterSet>,
     pub(super) eqs: Table<Eq>,
     pub(super) cqs: Table<Cq>,
     pub(super) qps: Table<Qp>,
     pub(super) srqs: Table<Srq>,
     pub(super) mkeys: Mkeys,
-    /// When completion queues owe an event at the latest. Some of them may have sent it already.
-    moderated: Vec<(Instant, u32)>,
-    /// Completion queues in error, whose queue pairs are not yet notified.
-    broken: Vec<u32>,
-    /// Tokens of page faults that were reported to the driver and that the driver has not resolved.
+    /// CQs with a moderated event, and the time at which the event is due. The event may already be sent.
+    moderated_cqs: Vec<(Instant, u32)>,
+    /// Broken CQs whose queue pairs are not in the error state yet.
+    broken_cqs: Vec<u32>,
+    /// Tokens of page faults that are reported to the driver and not resumed yet.
     pub(super) faults: BTreeSet<u64>,
 }
 
 impl Objects {
     fn new(name: &str) -> Self {
-        // The description that is shown until the driver gives another.
-        let mut node_description = [0; DESCRIPTION];
-        for (to, byte) in node_description.iter_mut().zip(name.bytes().take(DESCRIPTION - 1)) {
+        // Node description until the driver sets one.
+        let mut node_description = [0; NODE_DESC_SIZE];
+        for (to, byte) in node_description.iter_mut().zip(name.bytes().take(NODE_DESC_SIZE - 1)) {
             *to = byte;
         }
         Self {
@@ -136,7 +137,7 @@ impl Objects {
             uars: Table::new(FIRST_UAR, UARS),
             pds: Table::new(FIRST, 1 << limit::LOG_PDS),
             xrcds: Table::new(FIRST, 1 << limit::LOG_XRCDS),
-            domains: Table::new(FIRST, 1 << limit::LOG_TRANSPORT_DOMAINS),
+            transport_domains: Table::new(FIRST, 1 << limit::LOG_TRANSPORT_DOMAINS),
             counter_sets: Table::new(FIRST, limit::Q_COUNTERS),
             eqs: Table::new(FIRST, 1 << limit::LOG_EQS),
             cqs: Table::new(FIRST, 1 << limit::LOG_CQS),
@@ -146,70 +147,70 @@ impl Objects {
                 keys: 1 << limit::LOG_MKEYS,
                 ..Limits::default()
             }),
-            moderated: Vec::new(),
-            broken: Vec::new(),
+            moderated_cqs: Vec::new(),
+            broken_cqs: Vec::new(),
             faults: BTreeSet::new(),
         }
     }
 }
 
 impl Hca {
-    /// The port's link is there.
+    /// Returns whether the port's link is up.
     pub(super) fn port_up(&self) -> bool {
         self.port.is_up()
     }
 
-    /// What the link carried since the counters were last cleared.
+    /// Returns the link counters since [`super::Handle::reset_counters`].
     pub(super) fn link_counters(&self) -> LinkCounters {
         link_since(&self.port.counters(), &self.link_base)
     }
 
-    /// The event queue for events of a type.
+    /// Returns the number of the EQ that subscribes to an event type.
     fn event_queue(&self, event: EventType) -> Option<u32> {
         self.objects
             .eqs
             .iter()
-            .find(|(_, eq)| eq.takes(event))
+            .find(|(_, eq)| eq.subscribes_to(event))
             .map(|(eqn, _)| eqn)
     }
 
-    /// The event queue for completions of commands.
+    /// Returns the number of the EQ for command completion events.
     pub(super) fn command_eq(&self) -> Option<u32> {
         self.event_queue(EventType::COMMAND)
     }
 
-    /// Adds an event to a queue; nothing happens if there is no such queue.
-    pub(super) fn post_event(&mut self, eqn: u32, entry: Entry) {
+    /// Posts an event to EQ `eqn`. Does nothing if the EQ does not exist.
+    pub(super) fn post_event(&mut self, eqn: u32, entry: Eqe) {
         self.counters.event();
         if let Some(eq) = self.objects.eqs.get_mut(eqn) {
             eq.post(entry, &self.bus, &self.dma);
         }
     }
 
-    /// Adds an event to the queue that wants its type, if there is one.
-    pub(super) fn async_event(&mut self, event: EventType, entry: Entry) {
+    /// Posts an event to the EQ that subscribes to its type. Drops the event if no EQ does.
+    pub(super) fn async_event(&mut self, event: EventType, entry: Eqe) {
         match self.event_queue(event) {
             Some(eqn) => self.post_event(eqn, entry),
-            None => debug!(?event, "an event that nobody wants"),
+            None => debug!(?event, "no event queue subscribes to the event"),
         }
     }
 
-    /// Does what a completion queue's answer asks for.
-    pub(super) fn follow(&mut self, cqn: u32, posted: Posted) {
-        match posted {
-            Posted::Quiet => {}
-            Posted::Broken => self.counters.lost_completion(),
-            Posted::Event => {
+    /// Posts, schedules or drops the event that follows from [`Cq::post`] or [`Cq::arm`].
+    pub(super) fn handle_post_result(&mut self, cqn: u32, result: PostResult) {
+        match result {
+            PostResult::NoEvent => {}
+            PostResult::Broken => self.counters.lost_completion(),
+            PostResult::Event => {
                 if let Some(eqn) = self.objects.cqs.get(cqn).map(|cq| cq.eqn) {
-                    self.post_event(eqn, Entry::completion(cqn));
+                    self.post_event(eqn, Eqe::completion(cqn));
                 }
             }
-            Posted::EventAt(time) => self.objects.moderated.push((time, cqn)),
-            Posted::Failed => {
-                warn!(name = self.identity.name, cqn, "a completion queue overran");
+            PostResult::EventAt(time) => self.objects.moderated_cqs.push((time, cqn)),
+            PostResult::Failed => {
+                warn!(name = self.identity.name, cqn, "completion queue overrun");
                 self.counters.lost_completion();
-                self.objects.broken.push(cqn);
-                let entry = Entry::new(EventType::CQ_ERROR, 0)
+                self.objects.broken_cqs.push(cqn);
+                let entry = Eqe::new(EventType::CQ_ERROR, 0)
                     .with(eqe_cq_err::CQN, cqn)
                     .with(eqe_cq_err::SYNDROME, OVERRUN);
                 self.async_event(EventType::CQ_ERROR, entry);
@@ -217,17 +218,17 @@ impl Hca {
         }
     }
 
-    /// Sends events that were held back for long enough.
-    pub(super) fn moderate(&mut self, now: Instant) {
+    /// Posts all moderated events that are due at `now`.
+    pub(super) fn fire_moderated_events(&mut self, now: Instant) {
         let mut i = 0;
-        while let Some((time, cqn)) = self.objects.moderated.get(i).copied() {
+        while let Some((time, cqn)) = self.objects.moderated_cqs.get(i).copied() {
             if time > now {
                 i += 1;
                 continue;
             }
-            self.objects.moderated.swap_remove(i);
+            self.objects.moderated_cqs.swap_remove(i);
             if self.objects.cqs.get_mut(cqn).is_some_and(|cq| cq.timer(now)) {
-                self.follow(cqn, Posted::Event);
+                self.handle_post_result(cqn, PostResult::Event);
             }
         }
     }
@@ -248,8 +249,8 @@ impl Hca {
             pkeys: vec![DEFAULT_PKEY],
         };
         let dma = bus.dma.pinned();
-        let tallies = [bus.dma.tallied(), bus.dma.tallied()];
-        let [payload, datagrams] = [tallies[0].pinned(), tallies[1].pinned()];
+        let counted_dma = [bus.dma.tallied(), bus.dma.tallied()];
+        let [payload, datagrams] = [counted_dma[0].pinned(), counted_dma[1].pinned()];
         let objects = Objects::new(&identity.name);
         Self {
             identity,
@@ -257,7 +258,7 @@ impl Hca {
             dma,
             payload,
             datagrams,
-            tallies,
+            counted_dma,
             registers,
             counters,
             port,
@@ -272,37 +273,37 @@ impl Hca {
         }
     }
 
-    /// Reports a change of the port's state to the driver.
-    pub(super) fn link(&mut self, up: bool) {
+    /// Posts a port state change event.
+    pub(super) fn post_port_event(&mut self, up: bool) {
         let sub_type = if up {
             constants::MLX5_PORT_CHANGE_SUBTYPE_ACTIVE
         } else {
             constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN
         };
-        let entry = Entry::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
+        let entry = Eqe::new(EventType::PORT, sub_type).with(eqe_port_state::PORT, PORT << PORT_SHIFT);
         self.async_event(EventType::PORT, entry);
     }
 
-    /// DMA was aborted: takes handles that work again.
+    /// Replaces the DMA handles. An abort makes the old ones fail permanently.
     fn renew_dma(&mut self) {
         self.dma = self.bus.dma.pinned();
-        [self.payload, self.datagrams] = [self.tallies[0].pinned(), self.tallies[1].pinned()];
+        [self.payload, self.datagrams] = [self.counted_dma[0].pinned(), self.counted_dma[1].pinned()];
     }
 
-    /// When an event is due that was held back.
+    /// Returns the time at which the next moderated event is due.
     pub(super) fn next_moderated(&self) -> Option<Instant> {
-        self.objects.moderated.iter().map(|(time, _)| *time).min()
+        self.objects.moderated_cqs.iter().map(|(time, _)| *time).min()
     }
 
-    /// Returns whether there are completion queues in error whose queue pairs are not yet notified.
-    pub(super) fn has_broken_queues(&self) -> bool {
-        !self.objects.broken.is_empty()
+    /// Returns whether a broken CQ has queue pairs that are not in the error state yet.
+    pub(super) fn has_broken_cqs(&self) -> bool {
+        !self.objects.broken_cqs.is_empty()
     }
 
-    /// Takes in a doorbell of an event or completion queue.
+    /// Handles a doorbell of an EQ or CQ. Other messages are ignored.
     pub(super) fn doorbell(&mut self, message: &Message) {
         match *message {
-            Message::EventQueue {
+            Message::EqDoorbell {
                 uar,
                 eqn,
                 consumer,
@@ -314,18 +315,19 @@ impl Hca {
                     self.counters.bad_doorbell();
                 }
             }
-            Message::Arm {
+            Message::ArmCq {
                 uar,
                 words: [word, cqn],
             } => {
                 let cqn = cqn & 0x00ff_ffff;
                 let now = Instant::now();
                 let cq = self.objects.cqs.get_mut(cqn);
-                // Any UAR of the queue's process may arm the queue; the model cannot distinguish processes.
+                // Any UAR page of the process may arm a CQ. The model cannot map a UAR page to a process, so any page
+                // is accepted.
                 match cq.filter(|_| self.objects.uars.get(uar).is_some()) {
                     Some(cq) => {
                         let posted = cq.arm(word, now);
-                        self.follow(cqn, posted);
+                        self.handle_post_result(cqn, posted);
                     }
                     None => self.counters.bad_doorbell(),
                 }
@@ -334,8 +336,8 @@ impl Hca {
         }
     }
 
-    /// Whether a doorbell of a send queue is one; else it is counted.
-    pub(super) fn may_send(&self, uar: u32, qpn: u32) -> bool {
+    /// Returns whether the UAR page and the queue pair of a send doorbell exist. Counts a bad doorbell otherwise.
+    pub(super) fn check_send_doorbell(&self, uar: u32, qpn: u32) -> bool {
         let known = self.objects.uars.get(uar).is_some() && self.objects.qps.get(qpn).is_some();
         if !known {
             self.counters.bad_doorbell();
@@ -344,70 +346,72 @@ impl Hca {
     }
 }
 
-impl Transport {
+impl TransportWorker {
     pub(super) fn new(adapter: Arc<Adapter>) -> Self {
         let engine = Engine::new(adapter.hca().attributes.clone());
         Self { engine, adapter }
     }
 
-    /// Looks at all of the adapter. No transfer of payload is in flight meanwhile: they are this thread's.
-    pub(super) fn with<T>(&mut self, look: impl FnOnce(&mut Model<'_>) -> T) -> T {
-        let mut driver = self.adapter.driver();
+    /// Calls `call` with exclusive access to the adapter. No payload is in flight meanwhile, because only this thread
+    /// moves payload.
+    pub(super) fn with<T>(&mut self, call: impl FnOnce(&mut Model<'_>) -> T) -> T {
+        let mut umr_engine = self.adapter.umr_engine();
         let mut hca = self.adapter.hca();
-        look(&mut Model {
+        call(&mut Model {
             engine: &mut self.engine,
-            driver: &mut driver,
+            umr_engine: &mut umr_engine,
             hca: &mut hca,
             inboxes: &self.adapter.inboxes,
         })
     }
 
-    /// Takes in what happened. False if the worker is to end.
+    /// Handles a message. Returns false if the worker must end.
     pub(super) fn handle(&mut self, message: Message) -> bool {
         match message {
             Message::Execute(command) => {
                 self.catch_up();
-                let output = self.carry_out(&command.input, command.output_len);
+                let output = self.execute(&command.input, command.output_len);
                 command::finish(&mut self.adapter.hca(), &command, &output);
             }
-            Message::Send { uar, qpn } => {
-                if self.adapter.hca().may_send(uar, qpn) {
+            Message::SendDoorbell { uar, qpn } => {
+                if self.adapter.hca().check_send_doorbell(uar, qpn) {
                     self.engine.doorbell(qpn);
                 }
             }
             Message::Delivery(Delivery::Packets(burst)) => {
-                self.engine.packets(&mut Unlocked(&self.adapter), burst);
+                self.engine.packets(&mut AdapterHost(&self.adapter), burst);
             }
             Message::Delivery(Delivery::PathReady) => self.engine.path_ready(),
-            Message::Delivery(Delivery::Link(up)) => self.adapter.hca().link(up),
+            Message::Delivery(Delivery::Link(up)) => self.adapter.hca().post_port_event(up),
             Message::SoftwareReset => self.with(|model| {
                 model.clear();
-                model.hca.registers.set_interface(Interface::Disabled);
+                model.hca.registers.set_interface(NicInterface::Disabled);
             }),
             Message::Reset => self.with(|model| {
                 model.hca.renew_dma();
                 model.clear();
                 model.hca.registers.ready();
             }),
-            Message::Ask(ask) => self.with(ask),
-            Message::Look => {}
+            Message::Request(request) => self.with(request),
+            Message::BrokenCqs => {}
             Message::Stop => return false,
-            // The commands' worker's.
-            Message::Command { .. } | Message::EventQueue { .. } | Message::Arm { .. } => {}
+            // The command worker handles these.
+            Message::Command { .. } | Message::EqDoorbell { .. } | Message::ArmCq { .. } => {}
         }
         true
     }
 
-    /// Carries out a command and returns its output.
-    pub(super) fn carry_out(&mut self, input: &[u8], output_len: usize) -> Vec<u8> {
-        if command::is_about_keys(input) {
-            return command::run_about_keys(&self.adapter, input, output_len);
+    /// Executes a command and returns its output of `output_len` bytes.
+    pub(super) fn execute(&mut self, input: &[u8], output_len: usize) -> Vec<u8> {
+        if command::is_mkey_command(input) {
+            return command::run_mkey_command(&self.adapter, input, output_len);
         }
         self.with(|model| command::run(model, input, output_len))
     }
 
-    /// Completes posted work before a command is executed, as far as the work does not depend on other devices. A driver that
-    /// posts work and then changes the objects of that work relies on an adapter that is faster than its commands.
+    /// Runs the transport until no work is ready, [`CATCH_UP`] times at most. Called before a command is executed: a
+    /// driver that posts work and then changes an object of that work relies on the adapter to be faster than its
+    /// commands.
     fn catch_up(&mut self) {
         for _ in 0..CATCH_UP {
             if self.run() != Wait::No {
@@ -416,14 +420,14 @@ impl Transport {
         }
     }
 
-    /// Does the pending work, and returns how long there will be no more.
+    /// Runs the transport once, posts the moderated events that are due, and returns how long the worker may sleep.
     pub(super) fn run(&mut self) -> Wait {
-        let next = self.engine.run(&mut Unlocked(&self.adapter));
+        let next = self.engine.run(&mut AdapterHost(&self.adapter));
         let mut hca = self.adapter.hca();
-        hca.moderate(Instant::now());
-        if hca.has_broken_queues() {
+        hca.fire_moderated_events(Instant::now());
+        if hca.has_broken_cqs() {
             drop(hca);
-            self.with(|model| model.fail_users_of_broken_queues());
+            self.with(|model| model.fail_qps_of_broken_cqs());
             hca = self.adapter.hca();
         }
         self.adapter.wait(next, &hca)
@@ -431,19 +435,19 @@ impl Transport {
 }
 
 impl Model<'_> {
-    /// Forgets everything that the driver made. What was counted stays.
+    /// Drops all objects and settings of the driver. Counters keep their values.
     pub(super) fn clear(&mut self) {
         let hca = &mut self.hca;
         hca.transport_past = sum(&hca.transport_past, &self.engine.counters());
         *self.engine = Engine::new(hca.attributes.clone());
-        *self.driver = Engine::new(hca.attributes.clone());
+        *self.umr_engine = Engine::new(hca.attributes.clone());
         self.inboxes.clear();
         hca.objects = Objects::new(&hca.identity.name);
     }
 
-    /// Queue pairs whose completions have nowhere to go cannot go on.
-    fn fail_users_of_broken_queues(&mut self) {
-        for cqn in std::mem::take(&mut self.hca.objects.broken) {
+    /// Moves the queue pairs of broken CQs to the error state: their completions would be lost.
+    fn fail_qps_of_broken_cqs(&mut self) {
+        for cqn in std::mem::take(&mut self.hca.objects.broken_cqs) {
             let all = self.hca.objects.qps.iter();
             let users = all.filter(|(_, qp)| qp.send_cqn == cqn || qp.receive_cqn == cqn);
             let users: Vec<u32> = users.map(|(qpn, _)| qpn).collect();
@@ -452,34 +456,34 @@ impl Model<'_> {
                     state: Some(State::Err),
                     ..Modify::default()
                 };
-                // One that is in its first state has nothing to lose and stays there.
-                let own = self.hca.objects.qps.get(qpn).is_some_and(|qp| qp.driver);
-                let engine = if own { &mut *self.driver } else { &mut *self.engine };
+                // A queue pair in state RST has no work to lose, and stays in RST.
+                let own = self.hca.objects.qps.get(qpn).is_some_and(|qp| qp.reg_umr);
+                let engine = if own { &mut *self.umr_engine } else { &mut *self.engine };
                 if let Err(error) = engine.modify(self.hca, qpn, &change) {
-                    debug!(%error, qpn, "a queue pair with a broken completion queue");
+                    debug!(%error, qpn, "queue pair of a broken completion queue stays in its state");
                 }
             }
         }
     }
 
-    /// What the transport has done since the counters were last cleared.
-    pub(super) fn transport(&self) -> TransportCounters {
+    /// Returns the transport counters since [`Model::reset_counters`].
+    pub(super) fn transport_counters(&self) -> TransportCounters {
         let all = sum(&self.hca.transport_past, &self.engine.counters());
         difference(&all, &self.hca.transport_base)
     }
 
-    /// Sets the counters to zero.
+    /// Sets the counters of [`super::Handle::report`] to 0, except those of register accesses.
     pub(super) fn reset_counters(&mut self) {
         self.hca.counters.reset();
         self.hca.bus.dma.reset_counts();
-        for tally in &self.hca.tallies {
-            tally.reset_counts();
+        for dma in &self.hca.counted_dma {
+            dma.reset_counts();
         }
         self.hca.transport_base = sum(&self.hca.transport_past, &self.engine.counters());
         self.hca.link_base = self.hca.port.counters();
     }
 
-    /// What there is.
+    /// Returns the state of the port, and the number of objects of each type.
     pub(super) fn status(&self) -> Status {
         let Hca {
             port,
@@ -499,9 +503,9 @@ impl Model<'_> {
         }
     }
 
-    /// Ends all waiting for pages: nobody will repair them.
+    /// Fails all accesses that wait for a page fault, because no EQ for page faults is left.
     pub(super) fn fail_page_faults(&mut self) {
-        self.hca.objects.mkeys.listen_to_faults(false);
+        self.hca.objects.mkeys.enable_page_faults(false);
         for token in std::mem::take(&mut self.hca.objects.faults) {
             self.hca.objects.mkeys.resume_fault(token, true);
             self.engine.resume(token, false);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The registers of BAR0: the initialisation segment, and the doorbells of user access regions.
+//! Registers of BAR0: the initialization segment, and the doorbells in the user access regions (UARs).
 //!
-//! The serving thread answers from here and never waits; what has to be done goes to the worker's inbox.
+//! The thread that serves the emulator answers register accesses and never blocks. Work goes to an inbox.
 
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
@@ -14,29 +14,29 @@ use super::layout::{constants, wire};
 pub(super) const BAR0_SIZE: u64 = 16 << 20;
 /// Number of MSI-X vectors.
 pub const VECTORS: u16 = 16;
-/// Where the MSI-X table is: behind the initialisation segment.
+/// Offset of the MSI-X table in BAR0, after the initialization segment.
 pub(super) const MSIX_TABLE: u32 = 0x4000;
-/// Where the MSI-X pending bits are.
+/// Offset of the MSI-X pending bit array in BAR0.
 pub(super) const MSIX_PBA: u32 = 0x5000;
-/// Size of a user access region.
+/// Size of a UAR page in bytes.
 pub(super) const UAR_SIZE: u64 = 4096;
-/// The first user access region that is handed out; those before it are registers.
+/// First UAR page that can be allocated. The pages before it contain registers.
 pub(super) const FIRST_UAR: u32 = 16;
-/// How many there are.
+/// Number of UAR pages that can be allocated.
 pub(super) const UARS: u32 = (BAR0_SIZE / UAR_SIZE) as u32 - FIRST_UAR;
 
-/// Firmware version that the driver prints.
+/// Firmware version.
 pub(super) const FIRMWARE: (u16, u16, u16) = (20, 99, 1);
-/// Revision of the command interface that the driver wants.
+/// Command interface revision that the driver requires.
 const COMMAND_REVISION: u32 = 5;
-/// Entries of the command queue, and bytes of each, as logarithms.
+/// Logarithms of the number of command queue entries and of the entry size in bytes.
 pub(super) const LOG_COMMAND_ENTRIES: u32 = 5;
 pub(super) const LOG_COMMAND_STRIDE: u32 = 6;
-/// The health counter counts these.
+/// Period of the health counter.
 const HEALTH_TICK_MS: u128 = 100;
 
 /// Byte offsets of registers, from the generated layout.
-mod at {
+mod reg {
     use super::wire::{health_buffer, init_seg};
 
     const fn bytes(field: crate::layout::Field) -> u64 {
@@ -58,7 +58,7 @@ mod at {
     pub(super) const HEALTH_COUNTER: u64 = bytes(init_seg::HEALTH_COUNTER);
 }
 
-/// Byte offsets within a user access region. The event queues' two are in no header.
+/// Byte offsets of doorbells in a UAR page. The headers do not define the two EQ doorbells.
 mod doorbell {
     use super::constants;
 
@@ -68,19 +68,19 @@ mod doorbell {
     pub(super) const SEND: u64 = constants::MLX5_BF_OFFSET as u64;
 }
 
-/// What the driver can see the adapter's interface to be.
+/// Values of `nic_interface` in the initialization segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Interface {
-    /// Working.
+pub(super) enum NicInterface {
+    /// Full driver: commands and doorbells are accepted.
     Full = 0,
-    /// Off.
+    /// Disabled.
     Disabled = 1,
-    /// The driver asks for a reset.
+    /// The driver requests a software reset.
     SoftwareReset = 7,
 }
 
-/// Registers that the serving thread and the worker share.
+/// Registers, shared by the serving thread and the workers.
 #[derive(Debug)]
 pub(super) struct Registers {
     started: Instant,
@@ -88,11 +88,11 @@ pub(super) struct Registers {
     queue_low: AtomicU32,
     interface: AtomicU8,
     initialising: AtomicBool,
-    /// The health counter stands still at this value, if it is not 0.
-    stuck: AtomicU32,
+    /// If not 0, the health counter stays at this value.
+    frozen_health_counter: AtomicU32,
     /// Syndrome in the health buffer.
     syndrome: AtomicU8,
-    /// Accesses, and those among them that mean nothing.
+    /// Number of reads, writes, and accesses to unknown registers.
     reads: AtomicU64,
     writes: AtomicU64,
     bad: AtomicU64,
@@ -104,9 +104,9 @@ impl Registers {
             started: Instant::now(),
             queue_high: AtomicU32::new(0),
             queue_low: AtomicU32::new(0),
-            interface: AtomicU8::new(Interface::Full as u8),
+            interface: AtomicU8::new(NicInterface::Full as u8),
             initialising: AtomicBool::new(false),
-            stuck: AtomicU32::new(0),
+            frozen_health_counter: AtomicU32::new(0),
             syndrome: AtomicU8::new(0),
             reads: AtomicU64::new(0),
             writes: AtomicU64::new(0),
@@ -114,98 +114,102 @@ impl Registers {
         }
     }
 
-    /// Nanoseconds since the device was made: the adapter's clock, in its unit.
+    /// Returns the adapter's clock: nanoseconds since the device was created.
     pub(super) fn clock(&self) -> u64 {
-        // Not truncated: 584 years.
+        // Not truncated: 64 bits hold 584 years.
         self.started.elapsed().as_nanos() as u64
     }
 
-    /// Reads, writes, and accesses that mean nothing.
+    /// Returns the number of reads, writes, and accesses to unknown registers.
     pub(super) fn counts(&self) -> [u64; 3] {
         [&self.reads, &self.writes, &self.bad].map(|counter| counter.load(Ordering::Relaxed))
     }
 
-    /// Sets the counts to 0.
+    /// Sets the access counters to 0.
     pub(super) fn reset_counts(&self) {
         for counter in [&self.reads, &self.writes, &self.bad] {
             counter.store(0, Ordering::Relaxed);
         }
     }
 
-    /// What a reset makes of them; the worker ends the initialisation. A driver that had given the adapter a command queue
-    /// finds it disabled: that is all it can know a reset by that somebody else began.
+    /// Resets the registers and sets `initializing`, which [`Registers::ready`] clears. If a command queue was set, the
+    /// interface becomes disabled: a driver that did not request the reset recognizes it only by this.
     pub(super) fn reset(&self) {
         self.queue_high.store(0, Ordering::Relaxed);
         if self.queue_low.swap(0, Ordering::Relaxed) != 0 {
-            self.set_interface(Interface::Disabled);
+            self.set_interface(NicInterface::Disabled);
         }
-        self.stuck.store(0, Ordering::Relaxed);
+        self.frozen_health_counter.store(0, Ordering::Relaxed);
         self.syndrome.store(0, Ordering::Relaxed);
         self.initialising.store(true, Ordering::SeqCst);
     }
 
-    /// The adapter takes commands.
+    /// Clears `initializing`: the adapter accepts commands.
     pub(super) fn ready(&self) {
         self.initialising.store(false, Ordering::SeqCst);
     }
 
-    /// Shows the driver another state of the interface.
-    pub(super) fn set_interface(&self, interface: Interface) {
+    /// Sets `nic_interface`.
+    pub(super) fn set_interface(&self, interface: NicInterface) {
         self.interface.store(interface as u8, Ordering::SeqCst);
     }
 
-    /// Whether commands and doorbells are taken.
+    /// Returns whether commands and doorbells are accepted.
     pub(super) fn enabled(&self) -> bool {
-        self.interface.load(Ordering::SeqCst) == Interface::Full as u8 && self.syndrome.load(Ordering::SeqCst) == 0
+        self.interface.load(Ordering::SeqCst) == NicInterface::Full as u8 && self.syndrome.load(Ordering::SeqCst) == 0
     }
 
-    /// Makes the adapter look broken: its health counter stands still, its health buffer holds `syndrome`, which must
-    /// not be 0, and asks for a reset; no command or doorbell is taken. A reset of the function ends it.
+    /// Makes the adapter fail until the next reset of the function: the health counter stops, the health buffer holds
+    /// `syndrome`, which must not be 0, and requests a reset, and commands and doorbells are ignored.
     pub(super) fn fail(&self, syndrome: u8) {
         let (counter, _) = self.health();
-        self.stuck.store(counter.max(1), Ordering::SeqCst);
+        self.frozen_health_counter.store(counter.max(1), Ordering::SeqCst);
         self.syndrome.store(syndrome, Ordering::SeqCst);
     }
 
     fn health(&self) -> (u32, u8) {
-        let stuck = self.stuck.load(Ordering::SeqCst);
+        let frozen_health_counter = self.frozen_health_counter.load(Ordering::SeqCst);
         let ticks = self.started.elapsed().as_millis() / HEALTH_TICK_MS;
         // Truncated on purpose: the counter wraps around.
-        let counter = if stuck == 0 { ticks as u32 & 0x00ff_ffff } else { stuck };
+        let counter = if frozen_health_counter == 0 {
+            ticks as u32 & 0x00ff_ffff
+        } else {
+            frozen_health_counter
+        };
         (counter, self.syndrome.load(Ordering::SeqCst))
     }
 
-    /// The four bytes at `offset`, a multiple of 4.
+    /// Returns the register at `offset`, a multiple of 4. `None` if the offset is unknown.
     fn word(&self, offset: u64) -> Option<u32> {
         let (major, minor, sub) = FIRMWARE;
         let version = (u32::from(major) << 24) | (u32::from(minor) << 16) | u32::from(sub);
         Some(match offset {
-            at::FW_REV => (u32::from(minor) << 16) | u32::from(major),
-            at::CMDIF_REV => (COMMAND_REVISION << 16) | u32::from(sub),
-            at::CMDQ_HIGH => self.queue_high.load(Ordering::Relaxed),
-            at::CMDQ_LOW => {
+            reg::FW_REV => (u32::from(minor) << 16) | u32::from(major),
+            reg::CMDIF_REV => (COMMAND_REVISION << 16) | u32::from(sub),
+            reg::CMDQ_HIGH => self.queue_high.load(Ordering::Relaxed),
+            reg::CMDQ_LOW => {
                 let interface = u32::from(self.interface.load(Ordering::SeqCst));
                 let size = (LOG_COMMAND_ENTRIES << 4) | LOG_COMMAND_STRIDE;
                 self.queue_low.load(Ordering::Relaxed) | (interface << constants::MLX5_NIC_IFC_OFFSET) | size
             }
-            at::CMD_DOORBELL => 0,
-            at::INITIALIZING => u32::from(self.initialising.load(Ordering::SeqCst)) << 31,
-            at::HEALTH_FW_VER => version,
-            at::HEALTH_HW_ID => u32::from(super::DEVICE_ID),
-            // Its first bit asks for a reset.
-            at::HEALTH_SEVERITY => u32::from(self.health().1 != 0) << 31,
-            at::HEALTH_SYNDROME => u32::from(self.health().1) << 16,
-            at::TIMER_HIGH => (self.clock() >> 32) as u32,
-            at::TIMER_LOW => self.clock() as u32,
-            at::HEALTH_COUNTER => self.health().0,
-            // The rest of the segment, and the regions' doorbells, read as zeros.
+            reg::CMD_DOORBELL => 0,
+            reg::INITIALIZING => u32::from(self.initialising.load(Ordering::SeqCst)) << 31,
+            reg::HEALTH_FW_VER => version,
+            reg::HEALTH_HW_ID => u32::from(super::DEVICE_ID),
+            // Bit 31 (rfr) requests a reset.
+            reg::HEALTH_SEVERITY => u32::from(self.health().1 != 0) << 31,
+            reg::HEALTH_SYNDROME => u32::from(self.health().1) << 16,
+            reg::TIMER_HIGH => (self.clock() >> 32) as u32,
+            reg::TIMER_LOW => self.clock() as u32,
+            reg::HEALTH_COUNTER => self.health().0,
+            // The rest of the initialization segment and the UAR pages read as zeros.
             _ if offset < wire::init_seg::BYTES as u64 => 0,
             _ if offset >= u64::from(FIRST_UAR) * UAR_SIZE => 0,
             _ => return None,
         })
     }
 
-    /// Reads registers. Any length and alignment is possible.
+    /// Handles a read of any length and alignment.
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
         self.reads.fetch_add(1, Ordering::Relaxed);
         let mut known = true;
@@ -224,11 +228,11 @@ impl Registers {
         }
     }
 
-    /// Writes registers. Any length and alignment is possible; only those of a doorbell do something.
+    /// Handles a write of any length and alignment. Counts it as bad unless it is an aligned write to a known register.
     pub(super) fn write(&self, offset: u64, data: &[u8], inbox: &Inboxes) {
         self.writes.fetch_add(1, Ordering::Relaxed);
         let done = if offset >= u64::from(FIRST_UAR) * UAR_SIZE {
-            self.ring(offset, data, inbox)
+            self.write_uar(offset, data, inbox)
         } else if let Ok(bytes) = <[u8; 4]>::try_from(data) {
             self.write_word(offset, u32::from_be_bytes(bytes), inbox)
         } else if let Some((high, low)) = data.split_first_chunk::<4>() {
@@ -247,18 +251,18 @@ impl Registers {
 
     fn write_word(&self, offset: u64, value: u32, inbox: &Inboxes) -> bool {
         match offset {
-            at::CMDQ_HIGH => self.queue_high.store(value, Ordering::Relaxed),
-            at::CMDQ_LOW => {
+            reg::CMDQ_HIGH => self.queue_high.store(value, Ordering::Relaxed),
+            reg::CMDQ_LOW => {
                 self.queue_low.store(value & 0xffff_f000, Ordering::Relaxed);
                 let wanted = (value >> constants::MLX5_NIC_IFC_OFFSET) as u8 & 7;
-                if wanted == Interface::SoftwareReset as u8 {
+                if wanted == NicInterface::SoftwareReset as u8 {
                     self.interface.store(wanted, Ordering::SeqCst);
                     inbox.put(Message::SoftwareReset);
-                } else if wanted <= Interface::Disabled as u8 {
+                } else if wanted <= NicInterface::Disabled as u8 {
                     self.interface.store(wanted, Ordering::SeqCst);
                 }
             }
-            at::CMD_DOORBELL => {
+            reg::CMD_DOORBELL => {
                 let high = u64::from(self.queue_high.load(Ordering::Relaxed)) << 32;
                 let queue = high | u64::from(self.queue_low.load(Ordering::Relaxed));
                 if self.enabled() {
@@ -270,31 +274,32 @@ impl Registers {
         true
     }
 
-    /// A write to a user access region.
-    fn ring(&self, offset: u64, data: &[u8], inbox: &Inboxes) -> bool {
+    /// Handles a write to a UAR page. Returns false if the write is no doorbell.
+    fn write_uar(&self, offset: u64, data: &[u8], inbox: &Inboxes) -> bool {
         if !self.enabled() {
             return false;
         }
-        // Not truncated: BAR0 has 4096 of them.
+        // Not truncated: BAR0 has 4096 UAR pages.
         let uar = (offset / UAR_SIZE) as u32;
         let word = |at: usize| {
             let bytes = data.get(at..at + 4).and_then(|bytes| <[u8; 4]>::try_from(bytes).ok());
             bytes.map(u32::from_be_bytes)
         };
         let message = match (offset % UAR_SIZE, word(0), word(4), data.len()) {
-            (at @ (doorbell::EQ_ARM | doorbell::EQ), Some(value), None, 4) => Message::EventQueue {
+            (at @ (doorbell::EQ_ARM | doorbell::EQ), Some(value), None, 4) => Message::EqDoorbell {
                 uar,
                 eqn: (value >> 24) as u8,
                 consumer: value & 0x00ff_ffff,
                 arm: at == doorbell::EQ_ARM,
             },
-            (doorbell::CQ, Some(first), Some(second), 8) => Message::Arm {
+            (doorbell::CQ, Some(first), Some(second), 8) => Message::ArmCq {
                 uar,
                 words: [first, second],
             },
-            // The start of a control segment; the rest of it, if it was written too, is read from the queue anyway.
+            // The first 8 bytes of a control segment. The driver may write the whole WQE; the adapter reads it from the
+            // queue.
             (doorbell::SEND.., Some(_), Some(second), _) if offset % 256 == 0 => {
-                Message::Send { uar, qpn: second >> 8 }
+                Message::SendDoorbell { uar, qpn: second >> 8 }
             }
             _ => return false,
         };
@@ -337,9 +342,9 @@ mod tests {
             ref other => panic!("{other:?}"),
         }
         registers.write(0x14, &[0, 0, 1, 0], &inbox);
-        assert_eq!(read(&registers, 0x14), 0x156, "disabled");
+        assert_eq!(read(&registers, 0x14), 0x156, "the interface is disabled");
         registers.write(0x18, &[0, 0, 0, 1], &inbox);
-        assert!(messages(&inbox).is_empty(), "a disabled adapter takes no commands");
+        assert!(messages(&inbox).is_empty(), "a disabled adapter accepts no commands");
     }
 
     #[test]
@@ -347,12 +352,20 @@ mod tests {
         let (registers, inbox) = (Registers::new(), Inboxes::default());
         let interface = |registers: &Registers| (read(registers, 0x14) >> 8) & 7;
         registers.reset();
-        assert_eq!(interface(&registers), 0, "there was no driver");
+        assert_eq!(
+            interface(&registers),
+            0,
+            "no command queue was set, so the interface stays enabled"
+        );
         registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
         registers.reset();
         assert_eq!((interface(&registers), registers.enabled()), (1, false));
         registers.reset();
-        assert_eq!(interface(&registers), 1, "nobody has come since");
+        assert_eq!(
+            interface(&registers),
+            1,
+            "no command queue was set since the last reset"
+        );
         registers.write(0x14, &[0x12, 0x34, 0x50, 0x00], &inbox);
         assert_eq!((interface(&registers), registers.enabled()), (0, true));
     }
@@ -369,18 +382,18 @@ mod tests {
         assert!(matches!(
             all[..],
             [
-                Message::EventQueue {
+                Message::EqDoorbell {
                     uar: 17,
                     eqn: 3,
                     consumer: 0x102,
                     arm: true
                 },
-                Message::EventQueue { arm: false, .. },
-                Message::Arm {
+                Message::EqDoorbell { arm: false, .. },
+                Message::ArmCq {
                     uar: 17,
                     words: [0x0100_0005, 9]
                 },
-                Message::Send { uar: 17, qpn: 0x102 },
+                Message::SendDoorbell { uar: 17, qpn: 0x102 },
             ]
         ));
         assert_eq!(registers.bad.load(Ordering::Relaxed), 0);
@@ -389,7 +402,7 @@ mod tests {
     #[test]
     fn health_counts_until_it_fails() {
         let registers = Registers::new();
-        assert_eq!(read(&registers, at::INITIALIZING), 0);
+        assert_eq!(read(&registers, reg::INITIALIZING), 0);
         registers.fail(7);
         let counter = read(&registers, 0x1010);
         let tick = 2_000_000 * HEALTH_TICK_MS as u64;
@@ -398,23 +411,23 @@ mod tests {
             std::thread::yield_now();
         }
         assert_eq!(read(&registers, 0x1010), counter);
-        assert_eq!((read(&registers, at::HEALTH_SYNDROME) >> 16) & 0xff, 7);
-        assert_eq!(read(&registers, at::HEALTH_SEVERITY), 1 << 31);
+        assert_eq!((read(&registers, reg::HEALTH_SYNDROME) >> 16) & 0xff, 7);
+        assert_eq!(read(&registers, reg::HEALTH_SEVERITY), 1 << 31);
         assert!(!registers.enabled());
         registers.reset();
-        assert_eq!(read(&registers, at::INITIALIZING), 1 << 31);
-        assert_eq!(read(&registers, at::HEALTH_SYNDROME), 0);
+        assert_eq!(read(&registers, reg::INITIALIZING), 1 << 31);
+        assert_eq!(read(&registers, reg::HEALTH_SYNDROME), 0);
     }
 
     proptest! {
-        /// Whatever is accessed however, nothing panics, and a read is the same byte by byte.
+        /// No access panics, and a read returns the same bytes as single-byte reads.
         #[test]
         fn any_access(offset in 0..BAR0_SIZE, len in 1_usize..80, data: [u8; 80]) {
             let (registers, inbox) = (Registers::new(), Inboxes::default());
             registers.write(offset, &data[..len], &inbox);
             let mut whole = vec![0; len];
             registers.read(offset, &mut whole);
-            if !(at::TIMER_HIGH - 80..at::HEALTH_COUNTER + 4).contains(&offset) {
+            if !(reg::TIMER_HIGH - 80..reg::HEALTH_COUNTER + 4).contains(&offset) {
                 for (i, byte) in whole.iter().enumerate() {
                     let mut one = [0];
                     registers.read(offset + i as u64, &mut one);

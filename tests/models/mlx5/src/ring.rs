@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers of queues: pages of the driver's memory that stand in a list, and rings of entries in them.
+//! Queue buffers: a list of pages in the driver's memory (PAS), and rings of entries in them.
 
 use p2pmem_vfio_user::{Dma, DmaError};
 
-/// Bits of a page address that are none.
+/// Bits of a PAS entry that are not part of the address.
 const PAGE_FLAGS: u64 = 0xfff;
-/// Logarithm of the smallest page; contexts count from it.
+/// Logarithm of the smallest page size. `log_page_size` fields count from this size.
 pub(super) const PAGE_SHIFT: u32 = 12;
 
-/// Memory in pages of equal size.
+/// A buffer in pages of equal size.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pages {
     list: Vec<u64>,
@@ -19,10 +19,10 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Creates a ring of `len` bytes whose pages' addresses are the 64-bit big-endian numbers in `list`. `log_page_size` counts
-    /// from 4096 bytes, and the memory starts `offset` units of 1/64 page into the first one.
+    /// Creates a buffer of `len` bytes. `list` holds the page addresses as big-endian 64-bit numbers. The page size is
+    /// 4096 << `log_page_size`. The buffer starts at `offset` / 64 of the first page.
     ///
-    /// Returns `None` if the list is too short, or the page size is too large.
+    /// Returns `None` if the list is too short, or the page size, the offset or the length is out of range.
     pub(super) fn new(list: &[u8], log_page_size: u32, offset: u32, len: u64) -> Option<Self> {
         let shift = PAGE_SHIFT + log_page_size;
         if shift > 40 || len == 0 || offset >= 64 {
@@ -46,14 +46,14 @@ impl Pages {
         })
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub(super) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Calls `step` with bus address, position in the range and length of each piece of a range. False if the range is
-    /// not inside.
-    fn pieces(
+    /// Calls `step` with the bus address and the position of each page segment of a range. Fails with
+    /// [`BufferError::Outside`] if the range is not in the buffer.
+    fn for_each_segment(
         &self,
         offset: u64,
         len: usize,
@@ -81,39 +81,39 @@ impl Pages {
 
     /// Reads a range.
     pub(super) fn read(&self, dma: &Dma, offset: u64, data: &mut [u8]) -> Result<(), BufferError> {
-        self.pieces(offset, data.len(), |address, range| dma.read(address, &mut data[range]))
+        self.for_each_segment(offset, data.len(), |address, range| dma.read(address, &mut data[range]))
     }
 
     /// Writes a range.
     pub(super) fn write(&self, dma: &Dma, offset: u64, data: &[u8]) -> Result<(), BufferError> {
-        self.pieces(offset, data.len(), |address, range| dma.write(address, &data[range]))
+        self.for_each_segment(offset, data.len(), |address, range| dma.write(address, &data[range]))
     }
 }
 
-/// A queue's buffer cannot be used.
+/// Error of an access to a queue buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BufferError {
     /// The range is not in the buffer.
-    #[error("outside of the buffer")]
+    #[error("range outside of the queue buffer")]
     Outside,
-    /// The bus does not do it.
+    /// The DMA access failed.
     #[error(transparent)]
     Bus(#[from] DmaError),
 }
 
-/// A power of two of entries in [`Pages`].
+/// A ring of entries in [`Pages`]. The number of entries is a power of two.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ring {
     pages: Pages,
-    /// Where the first entry is.
+    /// Offset of the first entry in the buffer.
     base: u64,
     log_entries: u32,
     log_stride: u32,
 }
 
 impl Ring {
-    /// `2^log_entries` entries of `2^log_stride` bytes each, from `base` on. Nothing is returned if they are not in the
-    /// memory.
+    /// Creates a ring of `2^log_entries` entries of `2^log_stride` bytes each at offset `base`. Returns `None` if the
+    /// ring does not fit in the buffer.
     pub(super) fn new(pages: Pages, base: u64, log_entries: u32, log_stride: u32) -> Option<Self> {
         let bytes = 1_u64.checked_shl(log_entries.checked_add(log_stride).filter(|log| *log < 48)?)?;
         (base.checked_add(bytes)? <= pages.len()).then_some(Self {
@@ -124,28 +124,28 @@ impl Ring {
         })
     }
 
-    /// Number of entries.
+    /// Returns the number of entries.
     pub(super) fn entries(&self) -> u32 {
         1 << self.log_entries
     }
 
-    /// Logarithm of the number of entries.
+    /// Returns the logarithm of the number of entries.
     pub(super) fn log_entries(&self) -> u32 {
         self.log_entries
     }
 
-    /// Bytes of an entry.
+    /// Returns the size of an entry in bytes.
     pub(super) fn stride(&self) -> usize {
         1 << self.log_stride
     }
 
-    /// Where entry `index` is; indices wrap around.
+    /// Returns the offset of entry `index` in the buffer. Indexes wrap around.
     fn offset(&self, index: u32) -> u64 {
         self.base + (u64::from(index & (self.entries() - 1)) << self.log_stride)
     }
 
-    /// Reads from entry `index` on; what is longer than the ring's rest goes on at its start. `data` must not be longer
-    /// than the ring.
+    /// Reads bytes from entry `index` on, and continues at the start of the ring after its end. Fails if `data` is
+    /// longer than the ring.
     pub(super) fn read(&self, dma: &Dma, index: u32, data: &mut [u8]) -> Result<(), BufferError> {
         let offset = self.offset(index);
         let whole = u64::from(self.entries()) << self.log_stride;
@@ -161,8 +161,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Writes an entry that its last 8 bytes make valid: they are written when the rest is in place.
-    pub(super) fn publish(&self, dma: &Dma, index: u32, entry: &[u8]) -> Result<(), BufferError> {
+    /// Writes an entry. The last 8 bytes contain the owner bit, so they are written after the rest.
+    pub(super) fn write_entry(&self, dma: &Dma, index: u32, entry: &[u8]) -> Result<(), BufferError> {
         let split = entry.len().saturating_sub(8);
         let (body, last) = entry.split_at(split);
         let end = self.offset(index) + self.stride() as u64;
@@ -172,12 +172,12 @@ impl Ring {
     }
 }
 
-/// A doorbell record: words of the driver's memory by which it says how far it is.
+/// Bus address of a doorbell record: counters that the driver writes to its own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Record(pub(super) u64);
+pub(super) struct DoorbellRecord(pub(super) u64);
 
-impl Record {
-    /// Word 0 or 1 of the record.
+impl DoorbellRecord {
+    /// Reads word 0 or 1 of the record.
     pub(super) fn word(self, dma: &Dma, index: u64) -> Result<u32, BufferError> {
         let mut data = [0; 4];
         let address = self.0.checked_add(4 * index).ok_or(BufferError::Outside)?;
@@ -194,10 +194,10 @@ mod tests {
         pages.iter().flat_map(|page| page.to_be_bytes()).collect()
     }
 
-    /// Addresses and lengths that a range is made of.
-    fn pieces(pages: &Pages, offset: u64, len: usize) -> Option<Vec<(u64, usize)>> {
+    /// Returns addresses and lengths of the page segments of a range.
+    fn segments(pages: &Pages, offset: u64, len: usize) -> Option<Vec<(u64, usize)>> {
         let mut all = Vec::new();
-        let result = pages.pieces(offset, len, |address, range| {
+        let result = pages.for_each_segment(offset, len, |address, range| {
             all.push((address, range.len()));
             Ok(())
         });
@@ -207,14 +207,14 @@ mod tests {
     #[test]
     fn pages_are_walked() {
         let pages = Pages::new(&list(&[0x1_0003, 0x5_0000, 0x9_0000]), 0, 32, 0x2000).unwrap();
-        assert_eq!(pieces(&pages, 0, 0x800), Some(vec![(0x1_0800, 0x800)]));
+        assert_eq!(segments(&pages, 0, 0x800), Some(vec![(0x1_0800, 0x800)]));
         assert_eq!(
-            pieces(&pages, 0x7f0, 0x1020),
+            segments(&pages, 0x7f0, 0x1020),
             Some(vec![(0x1_0ff0, 0x10), (0x5_0000, 0x1000), (0x9_0000, 0x10)])
         );
-        assert_eq!(pieces(&pages, 0x1fff, 1), Some(vec![(0x9_07ff, 1)]));
-        assert_eq!(pieces(&pages, 0x1fff, 2), None);
-        assert_eq!(pieces(&pages, u64::MAX, 2), None);
+        assert_eq!(segments(&pages, 0x1fff, 1), Some(vec![(0x9_07ff, 1)]));
+        assert_eq!(segments(&pages, 0x1fff, 2), None);
+        assert_eq!(segments(&pages, u64::MAX, 2), None);
     }
 
     #[test]
@@ -227,9 +227,9 @@ mod tests {
         assert!(Pages::new(&list(&[0x1000]), 0, 0, 0).is_none());
         assert!(Pages::new(&list(&[0x1000]), 0, 64, 1).is_none());
         assert!(Pages::new(&list(&[0x1000]), 0, 0, u64::MAX).is_none());
-        // An address at the end of the address space.
+        // A page at the end of the address space.
         let pages = Pages::new(&list(&[u64::MAX]), 1, 0, 0x2000).unwrap();
-        assert_eq!(pieces(&pages, 0x1800, 8), None);
+        assert_eq!(segments(&pages, 0x1800, 8), None);
     }
 
     #[test]

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Objects by number.
+//! Tables of objects, indexed by object number.
 
-/// Objects that got their numbers here. A number that became free is given away again only after all others, so that a
-/// late doorbell or packet does not meet a stranger.
+/// A table that assigns numbers to objects. A number is reused as late as possible, so that a late doorbell or packet
+/// for a destroyed object does not reach a new one.
 #[derive(Debug)]
 pub(super) struct Table<T> {
     first: u32,
@@ -14,7 +14,7 @@ pub(super) struct Table<T> {
 }
 
 impl<T> Table<T> {
-    /// An empty table for `limit` objects, numbered from `first` on.
+    /// Creates an empty table for `limit` objects. Numbers start at `first`.
     pub(super) fn new(first: u32, limit: u32) -> Self {
         Self {
             first,
@@ -25,7 +25,7 @@ impl<T> Table<T> {
         }
     }
 
-    /// Adds an object and returns its number; nothing if the table is full.
+    /// Adds an object and returns its number. Returns `None` if the table is full.
     pub(super) fn add(&mut self, object: T) -> Option<u32> {
         if self.used >= self.limit {
             return None;
@@ -49,18 +49,18 @@ impl<T> Table<T> {
         number.checked_sub(self.first).map(|index| index as usize)
     }
 
-    /// The object of this number.
+    /// Returns the object with this number.
     pub(super) fn get(&self, number: u32) -> Option<&T> {
         self.slots.get(self.slot(number)?)?.as_deref()
     }
 
-    /// The object of this number, to be changed.
+    /// Returns the object with this number for modification.
     pub(super) fn get_mut(&mut self, number: u32) -> Option<&mut T> {
         let slot = self.slot(number)?;
         self.slots.get_mut(slot)?.as_deref_mut()
     }
 
-    /// Takes an object out.
+    /// Removes an object and returns it.
     pub(super) fn remove(&mut self, number: u32) -> Option<T> {
         let slot = self.slot(number)?;
         let object = self.slots.get_mut(slot)?.take()?;
@@ -68,12 +68,12 @@ impl<T> Table<T> {
         Some(*object)
     }
 
-    /// How many there are.
+    /// Returns the number of objects.
     pub(super) fn len(&self) -> usize {
         self.used as usize
     }
 
-    /// All objects with their numbers.
+    /// Iterates over all objects and their numbers.
     pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         self.slots
             .iter()
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!((table.get(15), table.get(17), table.get(20)), (None, None, None));
         assert_eq!(table.add(7), Some(17));
         table.remove(17);
-        assert_eq!(table.add(8), Some(18), "17 was the last to be given");
+        assert_eq!(table.add(8), Some(18), "17 was assigned last");
         *table.get_mut(18).unwrap() += 1;
         assert_eq!(table.iter().collect::<Vec<_>>(), [(16, &0), (18, &9), (19, &3)]);
         assert_eq!(table.len(), 3);

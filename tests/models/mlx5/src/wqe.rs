@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Work queue entries: segments of 16 bytes and more, one after another, that begin with a control segment.
+//! Decoding of work queue entries (WQEs): a control segment, followed by segments that depend on the opcode.
 
 use p2pmem_ib::{
     AddressVector, Fence, Gid, Grh, Path, Payload, Remote, Segment, SendFlags, SendOp, SendWork, Service, Sge,
@@ -10,45 +10,45 @@ use smallvec::SmallVec;
 use super::layout::{constants, wire};
 use super::mkey::Umr;
 
-/// Segments are multiples of this.
+/// Segment sizes are multiples of this number of bytes.
 const UNIT: usize = constants::MLX5_SEND_WQE_DS as usize;
-/// The key that ends a list of data segments before its space does.
-const END_KEY: u32 = 0x100;
-/// Bit of a data segment's length: the data follows in place.
+/// lkey that terminates a scatter list that is shorter than its entry (`MLX5_TERMINATE_SCATTER_LIST_LKEY` in `qp.h`).
+const TERMINATE_SCATTER_LIST_LKEY: u32 = 0x100;
+/// Bit of `byte_count`: inline data follows.
 const INLINE: u32 = constants::MLX5_INLINE_SEG;
-/// Bits of its length then.
+/// Mask of the inline data length.
 const INLINE_LENGTH: u32 = constants::MLX5_WQE_INLINE_SEG_BYTE_COUNT_MASK;
-/// An address vector of 48 bytes; else it has 16.
-const EXTENDED_VECTOR: u32 = constants::MLX5_EXTENDED_UD_AV;
+/// Bit of `dqp_dct`: the address vector has 48 bytes. Otherwise it has 16.
+const EXTENDED_AV: u32 = constants::MLX5_EXTENDED_UD_AV;
 /// Bytes of a short address vector.
-const SHORT_VECTOR: usize = wire::base_av::BYTES;
-/// Bit of an address vector: there is a global route header.
-const VECTOR_GRH: u32 = 1 << 30;
+const BASE_AV_SIZE: usize = wire::base_av::BYTES;
+/// Bit of `grh_gid_fl`: the address vector contains a GRH.
+const AV_GRH: u32 = 1 << 30;
 
-/// An entry that makes no sense.
+/// The WQE is malformed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Malformed;
 
-/// The control segment.
+/// Control segment of a send WQE.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Control {
+pub(super) struct ControlSegment {
     pub(super) opcode: u8,
     pub(super) index: u16,
     pub(super) qpn: u32,
-    /// Bytes of the whole entry.
+    /// Bytes of the whole WQE.
     pub(super) len: usize,
     flags: u32,
     immediate: u32,
 }
 
-impl Control {
-    /// Reads the segment; `bytes` are 16 at least.
+impl ControlSegment {
+    /// Decodes a control segment. `bytes` has at least 16 bytes.
     pub(super) fn new(bytes: &[u8]) -> Self {
         use wire::wqe_ctrl_seg as seg;
         let first = seg::OPMOD_IDX_OPCODE.get32(bytes);
         let second = seg::QPN_DS.get32(bytes);
         Self {
-            // Truncated on purpose: the lowest byte.
+            // Truncated: the opcode is the lowest byte.
             opcode: first as u8,
             index: (first >> constants::MLX5_WQE_CTRL_WQE_INDEX_SHIFT) as u16,
             qpn: second >> constants::MLX5_WQE_CTRL_QPN_SHIFT,
@@ -58,21 +58,22 @@ impl Control {
         }
     }
 
-    /// What the entry is known by until its completion.
+    /// Returns the work request ID: opcode and WQE index.
     pub(super) fn id(&self) -> u64 {
         (u64::from(self.opcode) << 16) | u64::from(self.index)
     }
 
-    /// Index and opcode from what an entry is known by.
+    /// Returns WQE index and opcode of a work request ID.
     pub(super) fn from_id(id: u64) -> (u16, u8) {
-        // Truncated on purpose: see `id`.
+        // Truncated: the inverse of `id`.
         (id as u16, (id >> 16) as u8)
     }
 
     fn send_flags(&self) -> SendFlags {
         let fence = match self.flags & 0xe0 {
             constants::MLX5_FENCE_MODE_NONE => Fence::None,
-            // The small fence orders registrations and what uses them, which happens in order here anyway.
+            // The small fence orders UMRs before work requests that use the mkey. The model executes them in order
+            // anyway.
             constants::MLX5_FENCE_MODE_INITIATOR_SMALL => Fence::None,
             constants::MLX5_FENCE_MODE_STRONG_ORDERING => Fence::All,
             _ => Fence::Reads,
@@ -85,24 +86,24 @@ impl Control {
     }
 }
 
-/// Work that the adapter does itself.
+/// A local work request: the adapter executes it without the transport.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Local {
-    /// Nothing.
+pub(super) enum LocalOp {
+    /// NOP.
     Nop,
-    /// A change of a memory key.
+    /// UMR: changes a memory key.
     Umr(Box<Umr>),
 }
 
-/// A decoded entry.
+/// A decoded send WQE.
 #[derive(Debug)]
 pub(super) struct Decoded {
     pub(super) work: SendWork,
-    /// What to do when the turn of a local operation comes.
-    pub(super) local: Option<Local>,
+    /// The local work request, if `work.op` is local.
+    pub(super) local: Option<LocalOp>,
 }
 
-/// Takes segments off the front of an entry.
+/// Parser that takes segments from the front of a WQE.
 struct Segments<'a>(&'a [u8]);
 
 impl<'a> Segments<'a> {
@@ -120,14 +121,14 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// Address vector of a datagram.
-    fn vector(&mut self) -> Result<AddressVector, Malformed> {
+    /// Takes the address vector of a datagram.
+    fn address_vector(&mut self) -> Result<AddressVector, Malformed> {
         use wire::{av, base_av};
         let destination = base_av::DQP_DCT.get32(self.0);
-        let extended = destination & EXTENDED_VECTOR != 0;
-        let segment = self.take(if extended { av::BYTES } else { SHORT_VECTOR })?;
+        let extended = destination & EXTENDED_AV != 0;
+        let segment = self.take(if extended { av::BYTES } else { BASE_AV_SIZE })?;
         let route = av::GRH_GID_FL.get32(segment);
-        let grh = (extended && route & VECTOR_GRH != 0).then(|| {
+        let grh = (extended && route & AV_GRH != 0).then(|| {
             let mut dgid = Gid::default();
             dgid.0.copy_from_slice(av::RGID.of(segment));
             Grh {
@@ -150,7 +151,7 @@ impl<'a> Segments<'a> {
         })
     }
 
-    /// What is left: data in place, pieces of memory, or both in any order.
+    /// Takes the remaining data segments: inline, by reference, or both in any order.
     fn payload(&mut self) -> Result<Payload, Malformed> {
         let mut payload = Payload::Memory(SmallVec::new());
         while !self.0.is_empty() {
@@ -161,14 +162,14 @@ impl<'a> Segments<'a> {
                 let segment = self.take((head + len).next_multiple_of(UNIT))?;
                 Segment::Inline(segment[head..head + len].to_vec())
             } else {
-                Segment::Memory(piece(self.take(wire::wqe_data_seg::BYTES)?))
+                Segment::Memory(sge(self.take(wire::wqe_data_seg::BYTES)?))
             });
         }
         Ok(payload)
     }
 }
 
-fn piece(segment: &[u8]) -> Sge {
+fn sge(segment: &[u8]) -> Sge {
     Sge {
         key: wire::wqe_data_seg::LKEY.get32(segment),
         address: wire::wqe_data_seg::ADDR.get(segment),
@@ -176,40 +177,40 @@ fn piece(segment: &[u8]) -> Sge {
     }
 }
 
-/// Reads the pieces of a receive queue's entry.
+/// Decodes the scatter list of a receive WQE.
 pub(super) fn scatter(entry: &[u8]) -> Result<SmallVec<[Sge; 4]>, Malformed> {
-    let mut pieces = SmallVec::new();
+    let mut sges = SmallVec::new();
     for segment in entry.chunks_exact(wire::wqe_data_seg::BYTES) {
-        let piece = piece(segment);
-        if piece.key == END_KEY {
+        let sge = sge(segment);
+        if sge.key == TERMINATE_SCATTER_LIST_LKEY {
             break;
         }
-        if piece.length & INLINE != 0 {
+        if sge.length & INLINE != 0 {
             return Err(Malformed);
         }
-        if piece.length != 0 {
-            pieces.push(piece);
+        if sge.length != 0 {
+            sges.push(sge);
         }
     }
-    Ok(pieces)
+    Ok(sges)
 }
 
-/// Reads an entry of a send queue, whose bytes are all there.
-pub(super) fn decode(control: &Control, entry: &[u8], service: Service) -> Result<Decoded, Malformed> {
+/// Decodes a complete send WQE.
+pub(super) fn decode(control: &ControlSegment, entry: &[u8], service: Service) -> Result<Decoded, Malformed> {
     let mut segments = Segments(entry.get(wire::wqe_ctrl_seg::BYTES..).ok_or(Malformed)?);
     let opcode = u32::from(control.opcode);
     let local = match opcode {
-        constants::MLX5_OPCODE_NOP => Some(Local::Nop),
+        constants::MLX5_OPCODE_NOP => Some(LocalOp::Nop),
         constants::MLX5_OPCODE_UMR => {
-            // With XRC, the segment of the remote queue stands before everything else, even here.
+            // The WQEs of an XRC QP have an XRC segment first, for UMR too.
             if service == Service::Xrc {
                 segments.take(wire::wqe_xrc_seg::BYTES)?;
             }
             let umr = Umr::read(control.immediate, segments.0).map_err(|error| {
-                tracing::debug!(%error, "a registration that makes no sense");
+                tracing::debug!(%error, "malformed UMR work request");
                 Malformed
             })?;
-            Some(Local::Umr(Box::new(umr)))
+            Some(LocalOp::Umr(Box::new(umr)))
         }
         _ => None,
     };
@@ -230,7 +231,7 @@ pub(super) fn decode(control: &Control, entry: &[u8], service: Service) -> Resul
     }
     let datagram = matches!(service, Service::Ud | Service::Gsi);
     if datagram {
-        work.to = Some(segments.vector()?);
+        work.to = Some(segments.address_vector()?);
     }
     let imm = Some(control.immediate);
     let send = matches!(opcode, constants::MLX5_OPCODE_SEND | constants::MLX5_OPCODE_SEND_IMM);

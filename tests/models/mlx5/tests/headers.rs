@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The reader of C headers, on small headers whose layouts are known.
+//! Tests of the header parser, with small headers.
 
-// This test and the generator use different parts of the module.
+// The build script and this test use different parts of the module.
 #[allow(dead_code)]
 #[path = "../build/header.rs"]
 mod header;
@@ -111,11 +111,11 @@ fn constants_are_computed() {
 
 #[test]
 fn what_is_not_understood() {
-    // The kernel's own structures are left out.
+    // A structure with a kernel type is skipped.
     let headers =
         read("struct list { struct list *next; void (*call)(int); }; static inline int f(void) { return 1; }");
     assert!(headers.types.is_empty());
-    // A part of the interface is not.
+    // An unknown type in an mlx5_ifc structure is an error.
     for text in [
         "struct mlx5_ifc_a_bits { u32 x[0x8]; };",
         "struct mlx5_ifc_a_bits { u8 x; };",

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The network adapter as a driver sees it: commands, queues, events, traffic, errors, resets.
+//! Tests of the adapter from the driver's side: commands, queues, events, payload, errors, resets.
 
 #[path = "nic/driver.rs"]
 mod driver;
@@ -32,7 +32,7 @@ fn fabric() -> Fabric {
     Fabric::new(&topology, 1).unwrap()
 }
 
-/// One adapter that works.
+/// Creates an initialized adapter.
 fn adapter() -> Driver {
     let mut driver = Driver::new("nic", GUID, &fabric());
     driver.init();
@@ -50,7 +50,11 @@ fn lid(driver: &mut Driver) -> u16 {
         )
         .unwrap();
     let context = query_hca_vport_context_out::HCA_VPORT_CONTEXT.of(&out);
-    assert_eq!(hca_vport_context::VPORT_STATE.get(context), 4, "active");
+    assert_eq!(
+        hca_vport_context::VPORT_STATE.get(context),
+        4,
+        "the port must be active"
+    );
     hca_vport_context::LID.get(context) as u16
 }
 
@@ -68,7 +72,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 #[test]
 fn a_driver_finds_its_way() {
     let mut driver = Driver::new("nic", GUID, &fabric());
-    assert_eq!(driver.register(0x4) >> 16, 5, "command interface");
+    assert_eq!(driver.register(0x4) >> 16, 5, "command interface revision");
     let query = |driver: &mut Driver, mode: u32| {
         driver.run(
             op::QUERY_HCA_CAP,
@@ -84,15 +88,15 @@ fn a_driver_finds_its_way() {
     assert_eq!(ifc::cmd_hca_cap::NUM_PORTS.get(caps), 1);
     assert_eq!(ifc::cmd_hca_cap::IB_VIRT.get(caps), 1);
     assert_eq!(ifc::cmd_hca_cap::LOG_MAX_QP.get(caps), 16);
-    // A kind of capabilities that there is not.
+    // Unsupported capability type.
     assert_eq!(query(&mut driver, 1 | (4 << 1)), Err(Refused::Status(BAD_PARAMETER)));
     assert!(lid(&mut driver) >= 2);
-    // Unknown opcodes are answered, and reported in the log.
+    // Unknown opcodes are refused and counted.
     let unknown = driver.run(op::CREATE_TIR, 512, 64, |_| {});
     assert_eq!(unknown, Err(Refused::Status(BAD_OPCODE)));
     let report = driver.handle.report().unwrap();
     assert_eq!(report.adapter.unknown.get("command 0x900 CREATE_TIR"), Some(&1));
-    // Lengths that are not the command's.
+    // Too short input, and too short output.
     let len = ifc::create_cq_in::BYTES;
     let short = driver.run(op::CREATE_CQ, len - 4, 16, |_| {});
     assert_eq!(short, Err(Refused::Status(SHORT_INPUT)));
@@ -104,15 +108,15 @@ fn a_driver_finds_its_way() {
 fn what_cannot_be_delivered() {
     let mut driver = adapter();
     let entry = RAM;
-    // A mailbox of another command.
+    // A command with an unknown opcode and a mailbox.
     let block = RAM + 0x1000;
     driver.submit(0, &[0; 64], 16);
     assert_eq!(driver.answer(0, 16), Err(Refused::Status(BAD_OPCODE)));
     for (offset, value, delivery) in [
-        // Token of the first input mailbox, and its number.
+        // Token and block number of the first input mailbox.
         (block + 573, vec![1], 2),
         (block + 568, vec![0, 0, 0, 9], 3),
-        // In the entry: kind, length of input and output, pointers.
+        // Fields of the entry: type, input length, output length, input pointer.
         (entry, vec![6], 0x10),
         (entry + 4, vec![0xff, 0, 0, 0], 7),
         (entry + 4, vec![0, 0, 0, 7], 7),
@@ -122,7 +126,7 @@ fn what_cannot_be_delivered() {
     ] {
         driver.submit(1, &[0; 16], 16);
         let _ = driver.answer(1, 16);
-        // Made good, then spoilt, then rung for.
+        // Submit a valid command, modify it, and ring the doorbell again.
         let mut good = vec![0; 64];
         ifc::nop_in::OPCODE.set(&mut good, op::NOP);
         driver.submit(0, &good, 16);
@@ -136,7 +140,7 @@ fn what_cannot_be_delivered() {
         driver.write(entry, &saved);
         driver.write(block, &mailbox);
     }
-    // A command queue where there is no memory: nobody answers, and the adapter lives on.
+    // A command queue without memory: no command completes, and the adapter keeps working.
     driver.write_register(0x10, 0);
     driver.write_register(0x18, 1);
     driver.write_register(0x10, (RAM >> 32) as u32);
@@ -148,27 +152,27 @@ fn commands_end_with_events_once_there_is_a_queue() {
     let mut driver = adapter();
     let command = constants::MLX5_EVENT_TYPE_CMD;
     let mut events = driver.event_queue(3, &[command]);
-    assert_eq!(driver.event(&mut events), None, "the creation itself causes no event");
+    assert_eq!(driver.event(&mut events), None, "CREATE_EQ itself posts no event");
     driver.arm_events(&events);
     driver.submit(5, &pattern(16, 0), 16);
-    let event = until("an event", || driver.event(&mut events));
+    let event = until("event", || driver.event(&mut events));
     assert_eq!(wire::eqe::TYPE.get32(&event), command);
     assert_eq!(wire::eqe::DATA.field(wire::eqe_cmd::VECTOR).get(&event), 1 << 5);
     let interrupt = driver.interrupts[3].try_clone().unwrap();
-    until("an interrupt", || raised(&interrupt).then_some(()));
-    // Not armed again: more events, no interrupt.
+    until("interrupt", || raised(&interrupt).then_some(()));
+    // Without another arm doorbell, further events raise no interrupt.
     driver.submit(6, &pattern(16, 0), 16);
-    until("an event", || driver.event(&mut events));
+    until("event", || driver.event(&mut events));
     assert!(!raised(&interrupt));
     driver.arm_events(&events);
-    // A second queue for the same type is refused; the first one can be destroyed, which causes no event in it.
+    // A second EQ for the same event type is refused. DESTROY_EQ of the first one posts no event.
     let refused = driver.run(op::CREATE_EQ, ifc::create_eq_in::BYTES + 8, 16, |input| {
         ifc::create_eq_in::EVENT_BITMASK.at(0).set(input, 1_u64 << command);
         let context = ifc::create_eq_in::EQ_CONTEXT_ENTRY.of_mut(input);
         ifc::eqc::UAR_PAGE.set(context, 16_u32);
     });
     assert_eq!(refused, Err(Refused::Status(BUSY)));
-    until("an event", || driver.event(&mut events));
+    until("event", || driver.event(&mut events));
     let number = events.number;
     let destroy = |input: &mut [u8]| ifc::destroy_eq_in::EQ_NUMBER.set(input, number);
     driver.run(op::DESTROY_EQ, 16, 16, destroy).unwrap();
@@ -193,17 +197,17 @@ fn objects_hold_each_other() {
     assert_eq!(run(op::DESTROY_QP, qp.number), Err(Refused::Status(BAD_RESOURCE)));
     run(op::DESTROY_CQ, cq.number).unwrap();
     run(op::DEALLOC_PD, pd).unwrap();
-    // What is not there cannot be used.
+    // A destroyed object cannot be used.
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
     let result = driver.try_queue_pair(RC, &cq, |_| {});
     assert_eq!(
         result.err(),
         Some(Refused::Status(BAD_RESOURCE)),
-        "a domain that is gone"
+        "the protection domain does not exist"
     );
 }
 
-/// A queue pair connected with itself.
+/// Creates an EQ, a CQ, and an RC QP that is connected to itself.
 fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
     let events = driver.event_queue(1, &[]);
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
@@ -219,7 +223,7 @@ fn messages_arrive() {
     let (_, mut cq, mut qp) = loopback(&mut driver);
     let key = driver.key;
     let (from, to) = (driver.alloc(1 << 20), driver.alloc(1 << 20));
-    // More packets than one, into three pieces.
+    // A message of several packets, into three scatter entries.
     let bytes = pattern(5000, 1);
     driver.write(from, &bytes);
     driver.receive(
@@ -251,7 +255,7 @@ fn messages_arrive() {
     assert_eq!(driver.read(to, 1000), bytes[..1000]);
     assert_eq!(driver.read(to + 8192, 24), bytes[1000..1024]);
     assert_eq!(driver.read(to + 1000, 3976), bytes[1024..]);
-    // Write, then read back elsewhere.
+    // RDMA WRITE, then RDMA READ to another address.
     driver.send(
         &mut qp,
         constants::MLX5_OPCODE_RDMA_WRITE,
@@ -270,7 +274,7 @@ fn messages_arrive() {
     assert_eq!(ended(&read).0, constants::MLX5_CQE_REQ);
     assert_eq!(wire::cqe64::BYTE_CNT.get(&read), 5000);
     assert_eq!(driver.read(to + 0x2_0000, 5000), bytes);
-    // Data in the entry itself.
+    // Inline data.
     let mut inline = vec![0; 16];
     wire::wqe_inline_seg::BYTE_COUNT.set(&mut inline, constants::MLX5_INLINE_SEG | 11);
     inline[4..15].copy_from_slice(b"hello world");
@@ -309,7 +313,7 @@ fn atomics() {
         );
         let entry = driver.wait(&mut cq);
         assert_eq!(ended(&entry).0, constants::MLX5_CQE_REQ);
-        // Big-endian, because the driver has not requested its own byte order.
+        // Big-endian, because the driver did not select host order.
         assert_eq!(driver.read(result, 8), u64::to_be_bytes(before));
         assert_eq!(driver.read(target, 8), after.to_be_bytes());
     }
@@ -348,7 +352,7 @@ fn errors_have_their_status() {
                 (constants::MLX5_CQE_RESP_ERR, flushed)
             ]
         );
-        // Receives that come later are flushed too.
+        // Receives that are posted in the error state are flushed too.
         driver.receive(&mut qp, &[(key, from, 64)]);
         assert_eq!(ended(&driver.wait(&mut cq)), (constants::MLX5_CQE_RESP_ERR, flushed));
         let out = driver.run(
@@ -370,7 +374,7 @@ fn work_that_makes_no_sense() {
     let mut driver = adapter();
     let key = driver.key;
     let from = driver.alloc(4096);
-    // An unknown opcode; a write that ends before its remote address; an inline segment longer than the entry.
+    // An unknown opcode; a WRITE without remote address segment; an inline segment that exceeds the WQE.
     let mut long = vec![0; 16];
     wire::wqe_inline_seg::BYTE_COUNT.set(&mut long, constants::MLX5_INLINE_SEG | 500);
     for (opcode, segments) in [
@@ -388,7 +392,7 @@ fn work_that_makes_no_sense() {
         );
         assert_eq!(ended(&driver.wait(&mut cq)), expected, "opcode {opcode:#x}");
     }
-    // A queue whose memory is nowhere: an event, because there is no entry to complete.
+    // The doorbell record has no memory: an event, because no WQE is known to complete with an error.
     let fatal = constants::MLX5_EVENT_TYPE_WQ_CATAS_ERROR;
     let mut events = driver.event_queue(2, &[fatal]);
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
@@ -396,7 +400,7 @@ fn work_that_makes_no_sense() {
     let mut qp = driver.queue_pair(RC, &cq, |context| ifc::qpc::DBR_ADDR.set(context, 0x1000_u64));
     driver.connect(&qp, lid, qp.number);
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
-    let event = until("an event", || driver.event(&mut events));
+    let event = until("event", || driver.event(&mut events));
     assert_eq!(wire::eqe::TYPE.get32(&event), fatal);
     let number = wire::eqe::DATA.field(wire::eqe_qp_srq::QP_SRQ_N).get32(&event);
     assert_eq!(number, qp.number);
@@ -409,22 +413,22 @@ fn completions_are_told_of() {
     let nop = |driver: &mut Driver, qp: &mut driver::Qp| driver.send(qp, constants::MLX5_OPCODE_NOP, 0, &[]);
     nop(&mut driver, &mut qp);
     driver.wait(&mut cq);
-    assert_eq!(driver.event(&mut events), None, "the queue is not armed");
+    assert_eq!(driver.event(&mut events), None, "a CQ that is not armed posts no event");
     driver.arm_events(&events);
     driver.arm_completions(&cq, 0, false);
     nop(&mut driver, &mut qp);
-    let event = until("an event", || driver.event(&mut events));
+    let event = until("event", || driver.event(&mut events));
     assert_eq!(wire::eqe::DATA.field(wire::eqe_comp::CQN).get32(&event), cq.number);
     let interrupt = driver.interrupts[1].try_clone().unwrap();
-    until("an interrupt", || raised(&interrupt).then_some(()));
-    // What is unread has had its event. Something that came after it makes one as soon as the queue is armed, but not with
-    // the same sequence number as before.
+    until("interrupt", || raised(&interrupt).then_some(()));
+    // Unread completions that already caused an event cause no second one. Completions after the consumer index of a
+    // doorbell cause an event at once, unless the doorbell repeats the arm sequence number.
     driver.arm_completions(&cq, 0, false);
     driver.arm_completions(&cq, 1, false);
     driver.run(op::NOP, 16, 16, |_| {}).unwrap();
     assert_eq!(driver.event(&mut events), None);
     nop(&mut driver, &mut qp);
-    until("an event", || driver.event(&mut events));
+    until("event", || driver.event(&mut events));
     driver.wait(&mut cq);
     driver.wait(&mut cq);
     nop(&mut driver, &mut qp);
@@ -435,8 +439,8 @@ fn completions_are_told_of() {
     cq.next -= 1;
     driver.arm_completions(&cq, 2, false);
     cq.next += 1;
-    until("an event", || driver.event(&mut events));
-    // Only solicited ones: the end of work here is none, a message with the bit set is.
+    until("event", || driver.event(&mut events));
+    // Solicited only: a send completion causes no event, a receive with the solicited bit does.
     driver.arm_completions(&cq, 3, true);
     nop(&mut driver, &mut qp);
     driver.wait(&mut cq);
@@ -445,10 +449,10 @@ fn completions_are_told_of() {
     let (key, at) = (driver.key, driver.alloc(4096));
     driver.receive(&mut qp, &[(key, at, 64)]);
     driver.send(&mut qp, constants::MLX5_OPCODE_SEND, 0, &[data((key, at, 1))]);
-    until("an event", || driver.event(&mut events));
+    until("event", || driver.event(&mut events));
     driver.wait(&mut cq);
     driver.wait(&mut cq);
-    // Moderated: after three.
+    // Moderation: an event after three completions.
     driver
         .run(
             op::MODIFY_CQ,
@@ -484,7 +488,7 @@ fn a_full_queue_breaks() {
     for _ in 0..5 {
         driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
     }
-    let event = until("an event", || driver.event(&mut events));
+    let event = until("event", || driver.event(&mut events));
     assert_eq!(wire::eqe::TYPE.get32(&event), error);
     assert_eq!(wire::eqe::DATA.field(wire::eqe_cq_err::CQN).get32(&event), cq.number);
     assert_eq!(wire::eqe::DATA.field(wire::eqe_cq_err::SYNDROME).get32(&event), 1);
@@ -499,7 +503,7 @@ fn a_full_queue_breaks() {
         (ifc::cqc::STATUS.get(context), ifc::cqc::PRODUCER_COUNTER.get(context)),
         (9, 4)
     );
-    // Where overruns are allowed, the newest wins.
+    // With `oi` (ignore overrun), new completions overwrite old ones.
     let mut cq = driver.completion_queue(events.number, 2, |context| ifc::cqc::OI.set(context, 1_u32));
     let mut qp = driver.queue_pair(RC, &cq, |_| {});
     driver.connect(&qp, lid, qp.number);
@@ -509,7 +513,7 @@ fn a_full_queue_breaks() {
     }
 }
 
-/// Asks for a ring of `1 << log_entries` entries in `buffer` for a completion queue.
+/// Resizes a CQ to `1 << log_entries` entries in `buffer`.
 fn resize(driver: &mut Driver, cq: &driver::Ring, log_entries: u32, buffer: u64) -> Result<(), Refused> {
     let entries = 1 << log_entries;
     for i in 0..entries {
@@ -542,10 +546,10 @@ fn a_queue_is_resized() {
     driver.wait(&mut cq);
     let buffer = driver.alloc(8192);
     resize(&mut driver, &cq, 7, buffer).unwrap();
-    // The old queue ends with an entry that says so; the next completion is in the new one.
+    // The last entry in the old buffer is RESIZE_CQ; the next completion is in the new buffer.
     assert_eq!(ended(&driver.wait(&mut cq)).0, constants::MLX5_CQE_RESIZE_CQ);
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
-    let entry = until("a completion", || {
+    let entry = until("completion", || {
         let entry = driver.read(buffer + 2 * 64, 64);
         (entry[63] == 0).then_some(entry)
     });
@@ -558,7 +562,7 @@ fn a_queue_is_not_made_too_small_for_what_is_in_it() {
     let lid = lid(&mut driver);
     let events = driver.event_queue(1, &[]);
     let buffer = driver.alloc(4096);
-    // Work that was posted before counts, whether the adapter has come to it or not.
+    // Work that is posted before MODIFY_CQ counts, even if the adapter has not fetched it yet.
     for _ in 0..200 {
         let cq = driver.completion_queue(events.number, 3, |_| {});
         let mut qp = driver.queue_pair(RC, &cq, |_| {});
@@ -572,7 +576,7 @@ fn a_queue_is_not_made_too_small_for_what_is_in_it() {
             Refused::Status(constants::MLX5_CMD_STAT_BAD_SIZE_OUTS_CQES_ERR)
         );
     }
-    // The resize entry takes no entry of the new ring: all of the ring is for completions.
+    // The RESIZE_CQ entry uses no space in the new buffer: all entries of it are available for completions.
     let cq = driver.completion_queue(events.number, 3, |_| {});
     let mut qp = driver.queue_pair(RC, &cq, |_| {});
     driver.connect(&qp, lid, qp.number);
@@ -581,7 +585,10 @@ fn a_queue_is_not_made_too_small_for_what_is_in_it() {
     for _ in 0..4 {
         driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
     }
-    assert!(resize(&mut driver, &cq, 1, buffer).is_err(), "a full ring");
+    assert!(
+        resize(&mut driver, &cq, 1, buffer).is_err(),
+        "resize of a full CQ must fail"
+    );
     assert_eq!(driver.handle.report().unwrap().adapter.lost_completions, 0);
 }
 
@@ -610,7 +617,7 @@ fn datagrams() {
     assert_eq!(
         wire::cqe64::BYTE_CNT.get(received),
         48,
-        "with space for a global route header"
+        "the length includes 40 bytes for the GRH"
     );
     assert_eq!(wire::cqe64::FLAGS_RQPN.get32(received), qp.number);
     assert_eq!(wire::cqe64::SLID.get(received), u64::from(lid));
@@ -618,7 +625,7 @@ fn datagrams() {
     let report = driver.handle.report().unwrap();
     assert_eq!((report.payload.host_read, report.payload.host_written), (0, 0));
     assert_eq!(report.datagrams.host_read, 8);
-    // A header in the entry and the rest in memory, as UCX sends what was lost again.
+    // Inline header and payload in memory, as UCX retransmits messages.
     let mut header = vec![0; 16];
     wire::wqe_inline_seg::BYTE_COUNT.set(&mut header, constants::MLX5_INLINE_SEG | 6);
     header[wire::wqe_inline_seg::BYTES..][..6].copy_from_slice(b"again ");
@@ -640,7 +647,7 @@ fn shared_receives() {
     let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
     let (buffer, record) = (driver.alloc(4096), driver.alloc(4096));
     let (key, pd, at) = (driver.key, driver.pd, driver.alloc(8192));
-    // Entries of 64 bytes, linked backwards after the first: 0, 63, 62, ...
+    // 64 entries of 64 bytes, linked in the order 0, 63, 62, ...
     for i in 0..u64::from(ENTRIES) {
         let mut entry = vec![0; 16];
         let next = (i + u64::from(ENTRIES) - 1) % u64::from(ENTRIES);
@@ -689,8 +696,8 @@ fn shared_receives() {
         assert_eq!(wire::cqe64::SRQN.get32(received), srqn);
         assert_eq!(driver.read(at + 4096 + index * 8, 8), [n as u8 + 1; 8]);
     }
-    // One left, which is less than two.
-    let event = until("an event", || driver.event(&mut events));
+    // One receive is left, which is below the limit of two.
+    let event = until("event", || driver.event(&mut events));
     assert_eq!(wire::eqe::TYPE.get32(&event), limit);
     let busy = driver.run(op::DESTROY_SRQ, 16, 16, |input| {
         ifc::destroy_srq_in::SRQN.set(input, srqn)
@@ -725,9 +732,9 @@ fn two_adapters() {
     assert!(b.read(to, 1 << 20) == bytes);
     assert_eq!(b.handle.report().unwrap().payload.host_written, 1 << 20);
     assert_eq!(a.handle.report().unwrap().payload.host_read, 1 << 20);
-    // The link goes down and up: the driver gets the events, and transfers in flight complete.
+    // A link flap: the driver gets two events, and a WRITE that is posted in between completes.
     a.handle.set_link(false).unwrap();
-    let event = until("an event", || a.event(&mut events));
+    let event = until("event", || a.event(&mut events));
     let down = constants::MLX5_PORT_CHANGE_SUBTYPE_DOWN;
     assert_eq!(
         (wire::eqe::TYPE.get32(&event), wire::eqe::SUB_TYPE.get32(&event)),
@@ -735,7 +742,7 @@ fn two_adapters() {
     );
     a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
     a.handle.set_link(true).unwrap();
-    until("an event", || a.event(&mut events));
+    until("event", || a.event(&mut events));
     assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
 }
 
@@ -745,12 +752,12 @@ fn resets_forget_everything() {
     let (_, cq, qp) = loopback(&mut driver);
     for round in 0..3 {
         let before = driver.handle.status().unwrap();
-        assert!(before.initialised, "round {round}");
+        assert!(before.initialised, "round {round}: adapter not initialised");
         driver.client().reset().unwrap();
-        driver.switch_on();
+        driver.enable_function();
         let after = driver.handle.status().unwrap();
         assert!(!after.initialised && after.queue_pairs == 0 && after.memory_keys == 0);
-        // Doorbells of what is gone.
+        // Doorbells of objects that the reset removed.
         let uar = u64::from(driver.uar) * 4096;
         driver
             .client()
@@ -764,14 +771,14 @@ fn resets_forget_everything() {
         driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
         driver.wait(&mut cq);
     }
-    // The sequence of the driver's own reset.
+    // Teardown as the driver does it.
     driver.run(op::TEARDOWN_HCA, 16, 16, |_| {}).unwrap();
     driver.run(op::DISABLE_HCA, 16, 16, |_| {}).unwrap();
     assert_eq!(driver.handle.status().unwrap().queue_pairs, 0);
     driver.init();
-    // After a software reset the adapter is off until the driver enables it.
+    // After a software reset, the interface is disabled until the driver enables it.
     driver.write_register(0x14, 7 << 8);
-    until("the reset", || ((driver.register(0x14) >> 8) & 7 == 1).then_some(()));
+    until("reset", || ((driver.register(0x14) >> 8) & 7 == 1).then_some(()));
     assert_eq!(driver.handle.status().unwrap().memory_keys, 0);
     driver.write_register(0x14, RAM as u32);
     driver.init();

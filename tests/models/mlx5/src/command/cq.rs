@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about completion queues.
+//! Completion queue commands.
 
 use std::time::Duration;
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::cq::{Cq, Moderation};
 use crate::layout::{constants, ifc::*, wire};
 use crate::model::Model;
-use crate::ring::{Pages, Record, Ring};
+use crate::ring::{DoorbellRecord, Pages, Ring};
 
-/// State of a queue that lost a completion.
+/// CQ status: overflow.
 const OVERFLOW: u32 = 0x9;
 
-/// Logarithm of an entry's size.
-fn log_entry(context: &[u8]) -> Result<u32, Refusal> {
+/// Returns the logarithm of the CQE size in bytes.
+fn log_entry(context: &[u8]) -> Result<u32, CommandError> {
     match cqc::CQE_SZ.get32(context) {
         constants::CQE_STRIDE_64 => Ok(wire::cqe64::BYTES.ilog2()),
         constants::CQE_STRIDE_128 => Ok(wire::cqe64::BYTES.ilog2() + 1),
@@ -23,7 +23,7 @@ fn log_entry(context: &[u8]) -> Result<u32, Refusal> {
     }
 }
 
-fn ring(context: &[u8], list: &[u8], log_entry: u32) -> Result<Ring, Refusal> {
+fn ring(context: &[u8], list: &[u8], log_entry: u32) -> Result<Ring, CommandError> {
     let log_size = cqc::LOG_CQ_SIZE.get32(context);
     if log_size > limit::LOG_CQ_SIZE {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -48,7 +48,7 @@ fn moderation(context: &[u8]) -> Moderation {
 
 pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let context = create_cq_in::CQ_CONTEXT.of(input);
-    // What the capabilities do not offer.
+    // The capabilities exclude these features.
     if cqc::CQE_COMP_EN.is_set(context) || cqc::APU_CQ.is_set(context) || create_cq_in::CQ_UMEM_VALID.is_set(input) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
@@ -58,7 +58,7 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     }
     let ring = ring(context, create_cq_in::PAS.of(input), log_entry(context)?)?;
-    let record = Record(cqc::DBR_ADDR.get(context));
+    let record = DoorbellRecord(cqc::DBR_ADDR.get(context));
     let mut cq = Cq::new(ring, record, eqn, uar, context.to_vec());
     cq.ignore_overrun = cqc::OI.is_set(context);
     cq.moderation = moderation(context);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about event queues.
+//! Event queue commands.
 
 use super::{Outcome, refuse};
 use crate::caps::limit;
@@ -10,7 +10,7 @@ use crate::model::Model;
 use crate::registers::VECTORS;
 use crate::ring::{Pages, Ring};
 
-/// Logarithm of an entry's size.
+/// Logarithm of the EQE size in bytes.
 const LOG_ENTRY: u32 = wire::eqe::BYTES.ilog2();
 
 pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
@@ -33,7 +33,7 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     for (i, word) in mask.iter_mut().enumerate() {
         *word = create_eq_in::EVENT_BITMASK.at(i).get(input);
     }
-    // An event of one type goes to one queue.
+    // At most one EQ may subscribe to an event type.
     let taken = model.hca.objects.eqs.iter();
     if taken
         .into_iter()
@@ -43,10 +43,10 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     }
     // Not truncated: below VECTORS.
     let eq = Eq::new(ring, vector as u16, uar, mask, context.to_vec());
-    let faults = eq.takes(EventType::PAGE_FAULT);
+    let faults = eq.subscribes_to(EventType::PAGE_FAULT);
     let eqn = model.hca.objects.eqs.add(eq).ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
     if faults {
-        model.hca.objects.mkeys.listen_to_faults(true);
+        model.hca.objects.mkeys.enable_page_faults(true);
     }
     create_eq_out::EQ_NUMBER.set(output, eqn);
     Ok(())
@@ -63,8 +63,8 @@ pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outc
         .eqs
         .remove(eqn)
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))?;
-    if eq.takes(EventType::PAGE_FAULT) {
-        // Nobody is left to answer.
+    if eq.subscribes_to(EventType::PAGE_FAULT) {
+        // No page fault can be resumed without an EQ.
         model.fail_page_faults();
     }
     Ok(())

@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about the adapter as a whole.
+//! HCA commands: enable, initialise, capabilities, pages.
 
 use super::{Outcome, Phase, refuse};
-use crate::caps::{Caps, Kind};
+use crate::caps::{CapType, Caps};
 use crate::layout::ifc::*;
 use crate::model::Model;
 
-/// Mellanox' number among the IEEE's vendors.
+/// IEEE vendor ID (OUI) of Mellanox.
 const IEEE_VENDOR: u32 = 0x02c9;
-/// What the driver shows as the board's name. Of a kind that no board maker uses.
+/// Board ID (PSID). No vendor uses this value.
 const BOARD: &[u8] = b"P2PMEM_MODEL";
-/// The key of physical addresses that the driver may use in its own requests; not one that is handed out.
+/// Reserved lkey of physical addresses for work requests of the kernel. No created mkey has this number.
 const RESERVED_LKEY: u32 = 0xff;
 
 pub(super) fn enable(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
@@ -33,7 +33,7 @@ pub(super) fn disable(model: &mut Model<'_>, _: &[u8], _: &mut [u8]) -> Outcome 
     Ok(())
 }
 
-/// Interface revision 0 only: with revision 1, shared receive queues would be made of other objects.
+/// Offers ISSI 0 only. With ISSI 1, the driver would create basic SRQs as other objects.
 pub(super) fn query_issi(_: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     query_issi_out::SUPPORTED_ISSI_DW0.set(output, 1_u32);
     Ok(())
@@ -46,20 +46,20 @@ pub(super) fn set_issi(_: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome
     Ok(())
 }
 
-/// The model needs none of the driver's memory.
+/// The model needs no pages of host memory.
 pub(super) fn query_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     query_pages_out::FUNCTION_ID.set(output, query_pages_in::FUNCTION_ID.get(input));
     query_pages_out::NUM_PAGES.set(output, 0_u32);
     Ok(())
 }
 
-/// The adapter requests no pages: it ignores pages that the driver gives, and has none to return.
+/// Refuses pages that the driver gives, because none were requested, and has no pages to return.
 pub(super) fn manage_pages(_: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
-    const CANNOT_GIVE: u64 = 0;
-    const TAKE: u64 = 2;
+    const PAGES_CANT_GIVE: u64 = 0;
+    const PAGES_TAKE: u64 = 2;
     match manage_pages_in::OP_MOD.get(input) {
-        CANNOT_GIVE => Ok(()),
-        TAKE => {
+        PAGES_CANT_GIVE => Ok(()),
+        PAGES_TAKE => {
             manage_pages_out::OUTPUT_NUM_ENTRIES.set(output, 0_u32);
             Ok(())
         }
@@ -72,15 +72,15 @@ pub(super) fn query_cap(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) 
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     let op_mod = query_hca_cap_in::OP_MOD.get32(input);
-    let Some(kind) = Kind::new(op_mod >> 1) else {
+    let Some(cap_type) = CapType::new(op_mod >> 1) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     };
     let to = query_hca_cap_out::CAPABILITY.of_mut(output);
-    // The lowest bit asks for the present values.
+    // Bit 0 of op_mod selects the current values instead of the maximum values.
     if op_mod & 1 != 0 {
-        to.copy_from_slice(model.hca.objects.caps.current(kind));
+        to.copy_from_slice(model.hca.objects.caps.current(cap_type));
     } else {
-        to.copy_from_slice(&Caps::largest(kind));
+        to.copy_from_slice(&Caps::max(cap_type));
     }
     Ok(())
 }
@@ -89,11 +89,16 @@ pub(super) fn set_cap(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outc
     if model.hca.objects.phase != Phase::Enabled {
         return Err(refuse!(MLX5_CMD_STAT_BAD_SYS_STATE_ERR));
     }
-    let kind = Kind::new(set_hca_cap_in::OP_MOD.get32(input) >> 1);
-    let Some(kind) = kind.filter(|_| !set_hca_cap_in::OTHER_FUNCTION.is_set(input)) else {
+    let cap_type = CapType::new(set_hca_cap_in::OP_MOD.get32(input) >> 1);
+    let Some(cap_type) = cap_type.filter(|_| !set_hca_cap_in::OTHER_FUNCTION.is_set(input)) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     };
-    if !model.hca.objects.caps.set(kind, set_hca_cap_in::CAPABILITY.of(input)) {
+    if !model
+        .hca
+        .objects
+        .caps
+        .set(cap_type, set_hca_cap_in::CAPABILITY.of(input))
+    {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     Ok(())
@@ -128,7 +133,7 @@ pub(super) fn query_adapter(_: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> O
 pub(super) fn set_driver_version(_: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let version = set_driver_version_in::DRIVER_VERSION.of(input);
     let text = String::from_utf8_lossy(version);
-    tracing::info!(version = text.trim_end_matches('\0'), "driver");
+    tracing::info!(version = text.trim_end_matches('\0'), "driver version");
     Ok(())
 }
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about multicast groups.
+//! Multicast group commands.
 
 use p2pmem_ib::Gid;
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::layout::ifc::*;
 use crate::model::Model;
 
-fn group(bytes: &[u8]) -> Result<Gid, Refusal> {
+fn group(bytes: &[u8]) -> Result<Gid, CommandError> {
     let gid = <[u8; 16]>::try_from(bytes).map(Gid);
     gid.ok()
         .filter(Gid::is_multicast)

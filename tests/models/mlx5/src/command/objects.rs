@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about objects that are little more than numbers: access regions and domains.
+//! Commands for objects without a context: UARs, PDs, XRC domains, transport domains.
 
 use super::{Outcome, refuse};
 use crate::layout::ifc::*;
@@ -80,12 +80,13 @@ pub(super) fn dealloc_xrcd(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) ->
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-/// Transport domains separate the flow steering of processes. There is none here, but every process asks for a domain.
+/// Executes ALLOC_TRANSPORT_DOMAIN. Transport domains belong to flow steering, which the model does not have, but every
+/// process of user space allocates one.
 pub(super) fn alloc_transport_domain(model: &mut Model<'_>, _: &[u8], output: &mut [u8]) -> Outcome {
     let domain = model
         .hca
         .objects
-        .domains
+        .transport_domains
         .add(())
         .ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
     alloc_transport_domain_out::TRANSPORT_DOMAIN.set(output, domain);
@@ -97,7 +98,7 @@ pub(super) fn dealloc_transport_domain(model: &mut Model<'_>, input: &[u8], _: &
     model
         .hca
         .objects
-        .domains
+        .transport_domains
         .remove(domain)
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about queue pairs.
+//! Queue pair commands.
 
 use p2pmem_ib::{AccessFlags, Engine, Gid, Grh, Modify, ModifyError, Mtu, Path, QpConfig, ReceiveFrom, Service, State};
 
 use super::srq::LOG_MIN_STRIDE;
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::layout::{constants, ifc::*, op};
 use crate::model::{Hca, Model};
 use crate::qp::Qp;
-use crate::ring::{Pages, Record, Ring};
+use crate::ring::{DoorbellRecord, Pages, Ring};
 
-/// Logarithm of a send queue's basic block.
-const LOG_BLOCK: u32 = constants::MLX5_SEND_WQE_BB.ilog2();
-/// Receive strides up to this are offered.
+/// Logarithm of the size of a send WQE basic block in bytes.
+const LOG_WQEBB: u32 = constants::MLX5_SEND_WQE_BB.ilog2();
+/// Logarithm of the maximum receive WQE stride in bytes.
 const LOG_MAX_RECEIVE: u32 = limit::RECEIVE_ENTRY.ilog2();
 
-fn service(context: &[u8]) -> Result<Service, Refusal> {
+fn service(context: &[u8]) -> Result<Service, CommandError> {
     Ok(match qpc::ST.get32(context) {
-        // The driver's own queue pair for registrations sends nothing, and is like a connection in all else.
+        // A REG_UMR QP sends no packets and otherwise behaves like an RC QP.
         constants::MLX5_QP_ST_RC | constants::MLX5_QP_ST_REG_UMR => Service::Rc,
         constants::MLX5_QP_ST_UC => Service::Uc,
-        // Queue pair 0 is there because drivers make one. No packet finds it: this subnet is managed without.
+        // Drivers create QP 0. No packet reaches it, because the subnet has no subnet management packets.
         constants::MLX5_QP_ST_UD | constants::MLX5_QP_ST_QP0 => Service::Ud,
         constants::MLX5_QP_ST_XRC => Service::Xrc,
         constants::MLX5_QP_ST_QP1 => Service::Gsi,
@@ -59,10 +59,10 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     let (send_cqn, receive_cqn) = (qpc::CQN_SND.get32(context), qpc::CQN_RCV.get32(context));
     let hca = &*model.hca;
     let exists = |cqn| hca.objects.cqs.get(cqn).is_some();
-    // A target of XRC has neither queue, and no access region either.
+    // An XRC target QP has no send queue, no receive queue and no UAR.
     let complete = (exists(send_cqn) || !sends) && (exists(receive_cqn) || !own);
-    let driver = qpc::ST.get32(context) == constants::MLX5_QP_ST_REG_UMR;
-    let domain = driver || hca.objects.pds.get(pd).is_some();
+    let reg_umr = qpc::ST.get32(context) == constants::MLX5_QP_ST_REG_UMR;
+    let domain = reg_umr || hca.objects.pds.get(pd).is_some();
     if !domain || sends && hca.objects.uars.get(uar).is_none() || !complete {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     }
@@ -81,9 +81,9 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     if xrcd.is_some_and(|xrcd| hca.objects.xrcds.get(xrcd).is_none()) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     }
-    // The buffer: the receive queue, then the send queue.
+    // Buffer layout: the receive queue, then the send queue.
     let receive_bytes = if own { 1_u64 << (log_receives + log_stride) } else { 0 };
-    let send_bytes = if sends { 1_u64 << (log_sends + LOG_BLOCK) } else { 0 };
+    let send_bytes = if sends { 1_u64 << (log_sends + LOG_WQEBB) } else { 0 };
     let pages = || {
         let list = create_qp_in::PAS.of(input);
         let (log_page_size, offset) = (qpc::LOG_PAGE_SIZE.get32(context), qpc::PAGE_OFFSET.get32(context));
@@ -97,9 +97,9 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         ring.map(Some).ok_or(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR))
     };
     let mut qp = Qp::new(
-        ring(sends, receive_bytes, log_sends, LOG_BLOCK)?,
+        ring(sends, receive_bytes, log_sends, LOG_WQEBB)?,
         ring(own, 0, log_receives, log_stride)?,
-        Record(qpc::DBR_ADDR.get(context)),
+        DoorbellRecord(qpc::DBR_ADDR.get(context)),
         context.to_vec(),
     );
     let deth = qpc::DETH_SQPN.get32(context);
@@ -114,7 +114,7 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         deaf_to_itself: qpc::BLOCK_LB_MC.is_set(context),
     };
     qp.service = service;
-    qp.driver = driver;
+    qp.reg_umr = reg_umr;
     qp.pd = pd;
     qp.uar = uar;
     qp.xrcd = xrcd;
@@ -122,30 +122,34 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     qp.receive_cqn = receive_cqn;
     qpc::STATE.set(&mut qp.context, constants::MLX5_QPC_STATE_RST);
     let qpn = model.hca.objects.qps.add(qp).ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
-    if let Err(error) = engine(model, driver).0.create_qp(qpn, config) {
+    if let Err(error) = engine(model, reg_umr).0.create_qp(qpn, config) {
         model.hca.objects.qps.remove(qpn);
         return Err(modify_error(&error));
     }
-    if driver {
-        model.inboxes.set_driver(qpn, true);
+    if reg_umr {
+        model.inboxes.set_umr_qp(qpn, true);
     }
     create_qp_out::QPN.set(output, qpn);
     Ok(())
 }
 
-/// The transport of a queue pair, which may be the driver's own, and its host.
-fn engine<'m>(model: &'m mut Model<'_>, driver: bool) -> (&'m mut Engine, &'m mut Hca) {
-    let engine = if driver { &mut *model.driver } else { &mut *model.engine };
+/// Returns the transport engine of a QP, and the host of the engine.
+fn engine<'m>(model: &'m mut Model<'_>, reg_umr: bool) -> (&'m mut Engine, &'m mut Hca) {
+    let engine = if reg_umr {
+        &mut *model.umr_engine
+    } else {
+        &mut *model.engine
+    };
     (engine, &mut *model.hca)
 }
 
-/// Whether a queue pair is the driver's own.
-fn is_driver(model: &Model<'_>, qpn: u32) -> Result<bool, Refusal> {
+/// Returns whether a QP has the service type REG_UMR.
+fn is_reg_umr(model: &Model<'_>, qpn: u32) -> Result<bool, CommandError> {
     let qp = model.hca.objects.qps.get(qpn);
-    qp.map(|qp| qp.driver).ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
+    qp.map(|qp| qp.reg_umr).ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-fn modify_error(error: &ModifyError) -> Refusal {
+fn modify_error(error: &ModifyError) -> CommandError {
     match error {
         ModifyError::NoQueue => refuse!(MLX5_CMD_STAT_BAD_RES_ERR),
         ModifyError::InUse => refuse!(MLX5_CMD_STAT_RES_BUSY),
@@ -157,32 +161,32 @@ fn modify_error(error: &ModifyError) -> Refusal {
 
 pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = destroy_qp_in::QPN.get32(input);
-    let driver = is_driver(model, qpn)?;
-    let (engine, _) = engine(model, driver);
+    let reg_umr = is_reg_umr(model, qpn)?;
+    let (engine, _) = engine(model, reg_umr);
     engine.destroy_qp(qpn).map_err(|error| modify_error(&error))?;
     model.hca.objects.qps.remove(qpn);
-    model.inboxes.set_driver(qpn, false);
+    model.inboxes.set_umr_qp(qpn, false);
     Ok(())
 }
 
-/// To the error state, or back to the beginning.
-pub(super) fn end(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
+/// Executes 2ERR_QP and 2RST_QP.
+pub(super) fn to_error_or_reset(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let qpn = qp_2err_in::QPN.get32(input);
     let reset = qp_2err_in::OPCODE.get32(input) == u32::from(op::_2RST_QP);
-    let driver = is_driver(model, qpn)?;
+    let reg_umr = is_reg_umr(model, qpn)?;
     let change = Modify {
         state: Some(if reset { State::Reset } else { State::Err }),
         ..Modify::default()
     };
-    let (engine, hca) = engine(model, driver);
+    let (engine, hca) = engine(model, reg_umr);
     engine.modify(hca, qpn, &change).map_err(|error| modify_error(&error))?;
     if let Some(qp) = model.hca.objects.qps.get_mut(qpn).filter(|_| reset) {
-        qp.rewind();
+        qp.reset();
     }
     Ok(())
 }
 
-/// The address vector of a path. Its fields are taken as they are; what is out of range, the transport refuses.
+/// Decodes the primary address path. The transport checks the ranges.
 fn path(context: &[u8]) -> Path {
     let vector = qpc::PRIMARY_ADDRESS_PATH.of(context);
     let grh = ads::GRH.is_set(vector).then(|| {
@@ -212,9 +216,9 @@ fn access(context: &[u8]) -> AccessFlags {
     }
 }
 
-/// What a transition changes: what it must always give, and what its mask of options names.
+/// Returns the attributes that a transition changes: the required ones, and those in the optional parameter mask.
 #[allow(clippy::too_many_lines)]
-fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, Refusal> {
+fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, CommandError> {
     let vector = qpc::PRIMARY_ADDRESS_PATH.of(context);
     let mut change = Modify::default();
     let option = |bit: u32| options & bit != 0;
@@ -231,7 +235,7 @@ fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, Refusal> 
         change.access = Some(access(context));
     }
     if begin || option(constants::MLX5_QP_OPTPAR_PKEY_INDEX) {
-        // Not truncated: 16 bits.
+        // Not truncated: the field has 16 bits.
         change.pkey_index = Some(ads::PKEY_INDEX.get32(vector) as u16);
     }
     if begin || option(constants::MLX5_QP_OPTPAR_Q_KEY) {
@@ -270,25 +274,25 @@ fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, Refusal> 
     Ok(change)
 }
 
-/// How many reads and atomics a logarithm means.
-fn reads(log: u32) -> Result<u8, Refusal> {
+/// Converts the logarithm of a number of outstanding READs and atomics. Fails above the limit.
+fn reads(log: u32) -> Result<u8, CommandError> {
     if log > limit::LOG_READS {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     Ok(1 << log)
 }
 
-/// All transitions but those of [`end`]; they share the structure of their input.
+/// Executes all transitions except those of [`to_error_or_reset`]; their inputs have the same layout.
 pub(super) fn modify(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let opcode = rst2init_qp_in::OPCODE.get32(input) as u16;
     let qpn = rst2init_qp_in::QPN.get32(input);
     let options = rst2init_qp_in::OPT_PARAM_MASK.get32(input);
     let context = rst2init_qp_in::QPC.of(input);
-    let driver = is_driver(model, qpn)?;
-    let Some(state) = engine(model, driver).0.query(qpn).map(|view| view.state) else {
+    let reg_umr = is_reg_umr(model, qpn)?;
+    let Some(state) = engine(model, reg_umr).0.query(qpn).map(|view| view.state) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     };
-    // Each opcode is for one state to begin with.
+    // Each opcode requires one current state.
     let from = match opcode {
         op::RST2INIT_QP => State::Reset,
         op::INIT2INIT_QP | op::INIT2RTR_QP => State::Init,
@@ -301,16 +305,16 @@ pub(super) fn modify(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outco
         return Err(refuse!(MLX5_CMD_STAT_BAD_QP_STATE_ERR));
     }
     let change = change(opcode, context, options)?;
-    let (engine, hca) = engine(model, driver);
+    let (engine, hca) = engine(model, reg_umr);
     engine.modify(hca, qpn, &change).map_err(|error| modify_error(&error))?;
     if let Some(qp) = model.hca.objects.qps.get_mut(qpn) {
-        keep(&mut qp.context, context, &change, options);
+        save_context_fields(&mut qp.context, context, &change, options);
     }
     Ok(())
 }
 
-/// Remembers what a query is to show and the transport does not know.
-fn keep(context: &mut [u8], new: &[u8], change: &Modify, options: u32) {
+/// Copies the attributes that QUERY_QP returns and the transport does not keep.
+fn save_context_fields(context: &mut [u8], new: &[u8], change: &Modify, options: u32) {
     let mut copy = |taken: bool, fields: &[crate::layout::Field]| {
         for field in fields.iter().filter(|_| taken) {
             field.set(context, field.get(new));
@@ -339,8 +343,8 @@ fn keep(context: &mut [u8], new: &[u8], change: &Modify, options: u32) {
 
 pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let qpn = query_qp_in::QPN.get32(input);
-    let driver = is_driver(model, qpn)?;
-    let view = engine(model, driver).0.query(qpn);
+    let reg_umr = is_reg_umr(model, qpn)?;
+    let view = engine(model, reg_umr).0.query(qpn);
     let (Some(view), Some(qp)) = (view, model.hca.objects.qps.get(qpn)) else {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     };
@@ -367,7 +371,7 @@ pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> O
     qpc::RRE.set(context, view.access.read);
     qpc::RWE.set(context, view.access.write);
     qpc::RAE.set(context, view.access.atomic);
-    let (sent, received) = qp.progress();
+    let (sent, received) = qp.counters();
     qpc::HW_SQ_WQEBB_COUNTER.set(context, sent);
     qpc::HW_RQ_COUNTER.set(context, received);
     if let Some(path) = view.path {

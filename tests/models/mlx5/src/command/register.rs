@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Access registers: small structures about the port and the board, read and written by one command.
+//! ACCESS_REG: access registers of the port and the board.
 
 use super::{Outcome, refuse};
 use crate::layout::{constants, ifc::*};
 use crate::model::Model;
 
-/// The command reads, or writes.
+/// `op_mod` of a read; 0 is a write.
 const READ: u32 = 1;
-/// The only port.
+/// Number of the only port.
 const PORT: u32 = 1;
-/// PTYS: the kind of protocol in the query.
+/// PTYS: protocol bit of InfiniBand.
 const PROTOCOL_INFINIBAND: u32 = 1;
-/// All link speeds up to HDR, as bits.
+/// PTYS: bits of all link speeds up to HDR.
 const SPEEDS: u32 = 0x7f;
-/// HDR: 50 Gb/s a lane.
+/// PTYS: HDR, 50 Gb/s per lane.
 const SPEED: u32 = 1 << 6;
-/// One and four lanes.
+/// PTYS: link widths 1x and 4x.
 const WIDTHS: u32 = constants::MLX5_PTYS_WIDTH_1X | constants::MLX5_PTYS_WIDTH_4X;
-/// Largest packet payload, in bytes.
+/// PMTU: maximum packet payload in bytes.
 const MTU: u32 = 4096;
-/// Virtual lanes 0 to 3.
+/// PVLC: virtual lanes VL0 to VL3.
 const LANES: u32 = 4;
-/// PAOS: states of a port.
+/// PAOS: port states.
 const UP: u32 = 1;
 const DOWN: u32 = 2;
 
@@ -35,7 +35,7 @@ pub(super) fn access(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     };
     let from = access_register_in::REGISTER_DATA.of(input);
     let to = access_register_out::REGISTER_DATA.of_mut(output);
-    // The answer begins with the query, which has the selector fields.
+    // The output starts as a copy of the input, which contains the selectors.
     let len = from.len().min(to.len());
     to[..len].copy_from_slice(&from[..len]);
     let needed = match register {
@@ -56,7 +56,7 @@ pub(super) fn access(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         return Err(refuse!(MLX5_CMD_STAT_BAD_INP_LEN_ERR));
     }
     match (register, read) {
-        // Its first byte says how the driver's processor orders bytes. Everything here is big-endian anyway.
+        // The register reports the byte order of the driver's CPU. The model uses big-endian everywhere.
         (constants::MLX5_REG_HOST_ENDIANNESS, _) => Ok(()),
         (constants::MLX5_REG_NODE_DESC, true) => {
             to[..needed].copy_from_slice(&model.hca.objects.node_description);
@@ -103,7 +103,7 @@ pub(super) fn check_port(port: u32) -> Outcome {
 fn port_type(register: &mut [u8]) -> Outcome {
     check_port(ptys_reg::LOCAL_PORT.get32(register))?;
     if ptys_reg::PROTO_MASK.get32(register) & PROTOCOL_INFINIBAND == 0 {
-        // There is no Ethernet to report.
+        // The model has no Ethernet.
         return Ok(());
     }
     ptys_reg::IB_LINK_WIDTH_CAPABILITY.set(register, WIDTHS);

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about shared receive queues. Of the three kinds of objects that drivers make them of, each is a queue of
-//! linked entries here.
+//! Shared receive queue commands. Drivers create three object types (SRQ, XRC SRQ, RMP); the model implements each as a
+//! linked list of entries.
 
 use p2pmem_ib::{ModifyError, SrqConfig};
 
-use super::{Outcome, Refusal, refuse};
+use super::{CommandError, Outcome, refuse};
 use crate::caps::limit;
 use crate::layout::{constants, ifc::*};
 use crate::model::Model;
-use crate::ring::{Pages, Record, Ring};
+use crate::ring::{DoorbellRecord, Pages, Ring};
 use crate::srq::Srq;
 
-/// Strides are counted from this size on.
+/// Logarithm of the smallest stride in bytes. Stride fields count from this size.
 pub(super) const LOG_MIN_STRIDE: u32 = 4;
 
-/// What a queue is made of, whatever it is called.
-struct Parts<'a> {
-    kind: Kind,
+/// Attributes of a new SRQ, independent of the object type.
+struct SrqAttributes<'a> {
+    kind: SrqKind,
     context: &'a [u8],
     list: &'a [u8],
     log_size: u32,
@@ -27,47 +27,47 @@ struct Parts<'a> {
     pd: u32,
     record: u64,
     limit: u32,
-    /// Domain and completion queue of an XRC queue.
+    /// XRC domain and CQ of an XRC SRQ.
     xrc: Option<(u32, u32)>,
 }
 
-/// Which object it is.
+/// Object type of an SRQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum SrqKind {
     Basic,
     Xrc,
-    MemoryPool,
+    Rmp,
 }
 
-fn make(model: &mut Model<'_>, parts: &Parts<'_>) -> Result<u32, Refusal> {
-    let entry = 1 << parts.log_stride.min(31);
-    if parts.log_size > limit::LOG_SRQ_SIZE || entry > limit::RECEIVE_ENTRY {
+fn create_srq(model: &mut Model<'_>, attributes: &SrqAttributes<'_>) -> Result<u32, CommandError> {
+    let entry = 1 << attributes.log_stride.min(31);
+    if attributes.log_size > limit::LOG_SRQ_SIZE || entry > limit::RECEIVE_ENTRY {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
-    if model.hca.objects.pds.get(parts.pd).is_none() {
+    if model.hca.objects.pds.get(attributes.pd).is_none() {
         return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
     }
-    if let Some((xrcd, cqn)) = parts.xrc {
+    if let Some((xrcd, cqn)) = attributes.xrc {
         if model.hca.objects.xrcds.get(xrcd).is_none() || model.hca.objects.cqs.get(cqn).is_none() {
             return Err(refuse!(MLX5_CMD_STAT_BAD_RES_ERR));
         }
     }
     let pages = Pages::new(
-        parts.list,
-        parts.log_page_size,
-        parts.page_offset,
-        1 << (parts.log_size + parts.log_stride),
+        attributes.list,
+        attributes.log_page_size,
+        attributes.page_offset,
+        1 << (attributes.log_size + attributes.log_stride),
     );
     let ring = pages
-        .and_then(|pages| Ring::new(pages, 0, parts.log_size, parts.log_stride))
+        .and_then(|pages| Ring::new(pages, 0, attributes.log_size, attributes.log_stride))
         .ok_or(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR))?;
     let srq = Srq::new(
-        parts.kind,
+        attributes.kind,
         ring,
-        Record(parts.record),
-        parts.pd,
-        parts.xrc,
-        parts.context.to_vec(),
+        DoorbellRecord(attributes.record),
+        attributes.pd,
+        attributes.xrc,
+        attributes.context.to_vec(),
     );
     let srqn = model
         .hca
@@ -76,9 +76,9 @@ fn make(model: &mut Model<'_>, parts: &Parts<'_>) -> Result<u32, Refusal> {
         .add(srq)
         .ok_or(refuse!(MLX5_CMD_STAT_NO_RES_ERR))?;
     let config = SrqConfig {
-        pd: parts.pd,
-        xrc: parts.xrc,
-        limit: parts.limit,
+        pd: attributes.pd,
+        xrc: attributes.xrc,
+        limit: attributes.limit,
     };
     if model.engine.create_srq(srqn, config).is_err() {
         model.hca.objects.srqs.remove(srqn);
@@ -87,13 +87,13 @@ fn make(model: &mut Model<'_>, parts: &Parts<'_>) -> Result<u32, Refusal> {
     Ok(srqn)
 }
 
-/// The queue of this number, if it is of this kind.
-fn find<'m>(model: &'m mut Model<'_>, srqn: u32, kind: Kind) -> Result<&'m mut Srq, Refusal> {
+/// Returns the SRQ with this number if it has this object type.
+fn find<'m>(model: &'m mut Model<'_>, srqn: u32, kind: SrqKind) -> Result<&'m mut Srq, CommandError> {
     let srq = model.hca.objects.srqs.get_mut(srqn).filter(|srq| srq.kind == kind);
     srq.ok_or(refuse!(MLX5_CMD_STAT_BAD_RES_ERR))
 }
 
-fn end(model: &mut Model<'_>, srqn: u32, kind: Kind) -> Outcome {
+fn destroy_srq(model: &mut Model<'_>, srqn: u32, kind: SrqKind) -> Outcome {
     find(model, srqn, kind)?;
     match model.engine.destroy_srq(srqn) {
         Ok(()) => {
@@ -105,7 +105,7 @@ fn end(model: &mut Model<'_>, srqn: u32, kind: Kind) -> Outcome {
     }
 }
 
-fn set_limit(model: &mut Model<'_>, srqn: u32, kind: Kind, limit: u32) -> Outcome {
+fn set_limit(model: &mut Model<'_>, srqn: u32, kind: SrqKind, limit: u32) -> Outcome {
     let srq = find(model, srqn, kind)?;
     if limit >= srq.ring.entries() {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -121,13 +121,13 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
     if srqc::WQ_SIGNATURE.is_set(context) || srqc::RLKY.is_set(context) {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
-    // The same command makes XRC queues: what does not belong to a domain of the driver's is basic.
+    // CREATE_SRQ can create XRC SRQs too: an SRQ is basic unless both its XRC domain and its CQ exist.
     let xrcd = srqc::XRCD.get32(context);
     let cqn = srqc::CQN.get32(context);
     let xrc = (model.hca.objects.xrcds.get(xrcd).is_some() && model.hca.objects.cqs.get(cqn).is_some())
         .then_some((xrcd, cqn));
-    let parts = Parts {
-        kind: Kind::Basic,
+    let attributes = SrqAttributes {
+        kind: SrqKind::Basic,
         context,
         list: create_srq_in::PAS.of(input),
         log_size: srqc::LOG_SRQ_SIZE.get32(context),
@@ -139,19 +139,19 @@ pub(super) fn create(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> 
         limit: srqc::LWM.get32(context),
         xrc,
     };
-    let srqn = make(model, &parts)?;
+    let srqn = create_srq(model, &attributes)?;
     create_srq_out::SRQN.set(output, srqn);
     Ok(())
 }
 
 pub(super) fn destroy(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
-    end(model, destroy_srq_in::SRQN.get32(input), Kind::Basic)
+    destroy_srq(model, destroy_srq_in::SRQN.get32(input), SrqKind::Basic)
 }
 
 pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let srqn = query_srq_in::SRQN.get32(input);
     let limit = model.engine.srq_limit(srqn).unwrap_or(0);
-    let srq = find(model, srqn, Kind::Basic)?;
+    let srq = find(model, srqn, SrqKind::Basic)?;
     let context = query_srq_out::SRQ_CONTEXT_ENTRY.of_mut(output);
     context.copy_from_slice(&srq.context);
     srqc::LWM.set(context, limit);
@@ -163,7 +163,7 @@ pub(super) fn query(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> O
 
 pub(super) fn arm(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let (srqn, limit) = (arm_rq_in::SRQ_NUMBER.get32(input), arm_rq_in::LWM.get32(input));
-    set_limit(model, srqn, Kind::Basic, limit)
+    set_limit(model, srqn, SrqKind::Basic, limit)
 }
 
 pub(super) fn create_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
@@ -176,8 +176,8 @@ pub(super) fn create_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8])
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     let record = (xrc_srqc::DB_RECORD_ADDR_H.get(context) << 32) | (xrc_srqc::DB_RECORD_ADDR_L.get(context) << 2);
-    let parts = Parts {
-        kind: Kind::Xrc,
+    let attributes = SrqAttributes {
+        kind: SrqKind::Xrc,
         context,
         list: create_xrc_srq_in::PAS.of(input),
         log_size: xrc_srqc::LOG_XRC_SRQ_SIZE.get32(context),
@@ -189,19 +189,19 @@ pub(super) fn create_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8])
         limit: xrc_srqc::LWM.get32(context),
         xrc: Some((xrc_srqc::XRCD.get32(context), xrc_srqc::CQN.get32(context))),
     };
-    let srqn = make(model, &parts)?;
+    let srqn = create_srq(model, &attributes)?;
     create_xrc_srq_out::XRC_SRQN.set(output, srqn);
     Ok(())
 }
 
 pub(super) fn destroy_xrc(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
-    end(model, destroy_xrc_srq_in::XRC_SRQN.get32(input), Kind::Xrc)
+    destroy_srq(model, destroy_xrc_srq_in::XRC_SRQN.get32(input), SrqKind::Xrc)
 }
 
 pub(super) fn query_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let srqn = query_xrc_srq_in::XRC_SRQN.get32(input);
     let limit = model.engine.srq_limit(srqn).unwrap_or(0);
-    let srq = find(model, srqn, Kind::Xrc)?;
+    let srq = find(model, srqn, SrqKind::Xrc)?;
     let context = query_xrc_srq_out::XRC_SRQ_CONTEXT_ENTRY.of_mut(output);
     context.copy_from_slice(&srq.context);
     xrc_srqc::LWM.set(context, limit);
@@ -213,7 +213,7 @@ pub(super) fn query_xrc(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) 
 
 pub(super) fn arm_xrc(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let (srqn, limit) = (arm_xrc_srq_in::XRC_SRQN.get32(input), arm_xrc_srq_in::LWM.get32(input));
-    set_limit(model, srqn, Kind::Xrc, limit)
+    set_limit(model, srqn, SrqKind::Xrc, limit)
 }
 
 pub(super) fn create_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
@@ -227,10 +227,10 @@ pub(super) fn create_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8])
     if refused {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
-    // The list of pages follows the context, which is the end of the command's fixed part.
+    // The page list follows the context, at the end of the fixed part of the command.
     let list = create_rmp_in::CTX.offset() + rmpc::WQ.offset() + wq::PAS.offset();
-    let parts = Parts {
-        kind: Kind::MemoryPool,
+    let attributes = SrqAttributes {
+        kind: SrqKind::Rmp,
         context,
         list: input.get(list..).unwrap_or(&[]),
         log_size: wq::LOG_WQ_SZ.get32(queue),
@@ -242,26 +242,26 @@ pub(super) fn create_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8])
         limit: wq::LWM.get32(queue),
         xrc: None,
     };
-    let rmpn = make(model, &parts)?;
+    let rmpn = create_srq(model, &attributes)?;
     create_rmp_out::RMPN.set(output, rmpn);
     Ok(())
 }
 
 pub(super) fn destroy_rmp(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
-    end(model, destroy_rmp_in::RMPN.get32(input), Kind::MemoryPool)
+    destroy_srq(model, destroy_rmp_in::RMPN.get32(input), SrqKind::Rmp)
 }
 
 pub(super) fn query_rmp(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
     let rmpn = query_rmp_in::RMPN.get32(input);
     let limit = model.engine.srq_limit(rmpn).unwrap_or(0);
-    let srq = find(model, rmpn, Kind::MemoryPool)?;
+    let srq = find(model, rmpn, SrqKind::Rmp)?;
     let context = query_rmp_out::RMP_CONTEXT.of_mut(output);
     context.copy_from_slice(&srq.context);
     wq::LWM.set(rmpc::WQ.of_mut(context), limit);
     Ok(())
 }
 
-/// The only change is the limit.
+/// Executes MODIFY_RMP. Only the limit can change.
 pub(super) fn modify_rmp(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let rmpn = modify_rmp_in::RMPN.get32(input);
     let bitmask = modify_rmp_in::BITMASK.of(input);
@@ -269,5 +269,5 @@ pub(super) fn modify_rmp(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> O
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     let limit = wq::LWM.get32(rmpc::WQ.of(modify_rmp_in::CTX.of(input)));
-    set_limit(model, rmpn, Kind::MemoryPool, limit)
+    set_limit(model, rmpn, SrqKind::Rmp, limit)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands for counters: those of the port, and counter sets that queue pairs are assigned to.
+//! Counter commands: vport counters, port counters, queue counters.
 
 use p2pmem_ib::{Counters, LinkCounters};
 
@@ -9,8 +9,8 @@ use crate::counters::difference;
 use crate::layout::{Field, Part, constants, ifc::*};
 use crate::model::Model;
 
-/// A set of queue counters. The transport counts for all queue pairs together; a set shows what was counted since it was
-/// made or cleared.
+/// A queue counter set. The transport counts for all QPs together. A set shows the difference to the time of its
+/// allocation or its last clear.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct CounterSet {
     base: Counters,
@@ -44,7 +44,7 @@ pub(super) fn query_vport(model: &mut Model<'_>, input: &[u8], output: &mut [u8]
     Ok(())
 }
 
-/// What a link carried since `base`.
+/// Returns the link counters since `base`.
 pub(crate) fn since(now: &LinkCounters, base: &LinkCounters) -> LinkCounters {
     LinkCounters {
         tx_packets: now.tx_packets.saturating_sub(base.tx_packets),
@@ -57,7 +57,7 @@ pub(crate) fn since(now: &LinkCounters, base: &LinkCounters) -> LinkCounters {
     }
 }
 
-/// The access register of port counters.
+/// Reads access register PPCNT.
 pub(super) fn port_counters(model: &mut Model<'_>, register: &mut [u8]) -> Outcome {
     super::register::check_port(ppcnt_reg::LOCAL_PORT.get32(register))?;
     let link = since(&model.hca.port.counters(), &model.hca.port_base);
@@ -67,7 +67,7 @@ pub(super) fn port_counters(model: &mut Model<'_>, register: &mut [u8]) -> Outco
     match group {
         constants::MLX5_INFINIBAND_PORT_COUNTERS_GROUP => {
             use ib_port_cntrs_grp_data_layout as counter;
-            // These counters stop at their largest value.
+            // These counters saturate.
             for (field, value) in [
                 (counter::LINK_DOWNED_COUNTER, link.downs),
                 (counter::PORT_XMIT_DISCARDS, link.dropped),
@@ -85,7 +85,7 @@ pub(super) fn port_counters(model: &mut Model<'_>, register: &mut [u8]) -> Outco
                 (counter::PORT_UNICAST_XMIT_PKTS_HIGH, link.tx_packets),
                 (counter::PORT_UNICAST_RCV_PKTS_HIGH, link.rx_packets),
             ] {
-                // High and low word stand side by side.
+                // The high and the low word are adjacent.
                 Field::new(high.offset(), 64).set(set, value);
             }
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands and doorbells that no driver would send.
+//! Commands and doorbells with arbitrary content.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::counters::Counters;
 use crate::inbox::Message;
-use crate::model::{Identity, Transport};
+use crate::model::{Identity, TransportWorker};
 use crate::registers::{Registers, VECTORS};
 
-fn model() -> Transport {
+fn model() -> TransportWorker {
     let topology = Topology {
         switches: vec!["sw".to_owned()],
         links: Vec::new(),
@@ -34,23 +34,23 @@ fn model() -> Transport {
     let registers = Arc::new(Registers::new());
     let bus = Bus::new(VECTORS);
     let hca = Hca::new(identity, bus, registers, Arc::new(Counters::default()), port);
-    Transport::new(Arc::new(Adapter::new(hca, Arc::default(), Arc::default())))
+    TransportWorker::new(Arc::new(Adapter::new(hca, Arc::default(), Arc::default())))
 }
 
 fn status(output: &[u8]) -> u32 {
     ifc::nop_out::STATUS.get32(output)
 }
 
-/// Sends a command of `len` bytes with nothing but its opcode, and what `fill` sets.
-fn send(model: &mut Transport, opcode: u16, fill: impl FnOnce(&mut [u8])) -> Vec<u8> {
-    let known = find(opcode).unwrap();
-    let mut input = vec![0; known.input + 64];
+/// Executes a command whose input is zero except for the opcode and the fields that `fill` sets.
+fn send(model: &mut TransportWorker, opcode: u16, fill: impl FnOnce(&mut [u8])) -> Vec<u8> {
+    let spec = find(opcode).unwrap();
+    let mut input = vec![0; spec.input + 64];
     ifc::nop_in::OPCODE.set(&mut input, opcode);
     fill(&mut input);
-    model.carry_out(&input, known.output)
+    model.execute(&input, spec.output)
 }
 
-fn initialised() -> Transport {
+fn initialised() -> TransportWorker {
     let mut model = model();
     for opcode in [
         op::ENABLE_HCA,
@@ -93,7 +93,7 @@ fn numbers_run_out() {
     assert_eq!(last, constants::MLX5_CMD_STAT_NO_RES_ERR);
 }
 
-/// A command whose fields are mostly small numbers, as the numbers of objects and sizes are.
+/// A random command. Most words are small, so that they are valid object numbers and sizes.
 fn input() -> impl Strategy<Value = Vec<u8>> {
     let word = prop_oneof![
         6 => Just(0_u32),
@@ -118,34 +118,34 @@ fn input() -> impl Strategy<Value = Vec<u8>> {
 proptest! {
     #![proptest_config(config(if cfg!(debug_assertions) { 200 } else { 2000 }))]
 
-    /// Every command gets an answer of as many bytes as the driver provided, and a refusal has a status.
+    /// Each command gets an output of the requested length, and no command panics.
     #[test]
     fn any_command(inputs in proptest::collection::vec((input(), 16_usize..700), 1..60)) {
         let mut model = initialised();
         for (input, output_len) in inputs {
-            let output = model.carry_out(&input, output_len);
+            let output = model.execute(&input, output_len);
             prop_assert_eq!(output.len(), output_len);
             model.run();
         }
     }
 
-    /// Doorbells for anything.
+    /// No doorbell panics.
     #[test]
     fn any_doorbell(doorbells in proptest::collection::vec((0_u8..4, 0_u32..40, any::<u32>(), any::<u32>()), 1..40)) {
         let mut model = initialised();
         for (kind, small, first, second) in doorbells {
             let message = match kind {
                 0 => Message::Command { queue: u64::from(first) << 20, entries: second },
-                1 => Message::EventQueue { uar: small, eqn: first as u8, consumer: second & 0xff_ffff, arm: true },
-                2 => Message::Arm { uar: small, words: [first, second] },
-                _ => Message::Send { uar: small, qpn: second & 0xff_ffff },
+                1 => Message::EqDoorbell { uar: small, eqn: first as u8, consumer: second & 0xff_ffff, arm: true },
+                2 => Message::ArmCq { uar: small, words: [first, second] },
+                _ => Message::SendDoorbell { uar: small, qpn: second & 0xff_ffff },
             };
             match message {
-                Message::Command { queue, entries } => execute(&model.adapter, queue, entries),
-                Message::Send { .. } => prop_assert!(model.handle(message)),
+                Message::Command { queue, entries } => handle_doorbell(&model.adapter, queue, entries),
+                Message::SendDoorbell { .. } => prop_assert!(model.handle(message)),
                 _ => model.adapter.hca().doorbell(&message),
             }
-            model.adapter.run_driver();
+            model.adapter.run_umr_engine();
             model.run();
         }
     }

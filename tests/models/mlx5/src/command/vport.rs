@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands about the port: its context, GIDs and P_Keys.
+//! HCA vport commands: context, GIDs, P_Keys, state.
 
 use p2pmem_ib::Fabric;
 
@@ -9,30 +9,30 @@ use crate::caps::limit;
 use crate::layout::ifc::*;
 use crate::model::Model;
 
-/// Names all entries of a table.
+/// Index that selects all entries of a table.
 const ALL: u32 = 0xffff;
-/// Logical state of a port, as the verbs number it.
+/// Logical port states, with the values of the InfiniBand specification.
 mod state {
     pub(super) const DOWN: u32 = 1;
     pub(super) const ACTIVE: u32 = 4;
 }
-/// Physical state of a port.
+/// Physical port states.
 mod physical {
     pub(super) const POLLING: u32 = 2;
     pub(super) const LINK_UP: u32 = 5;
 }
-/// Capabilities of a port, as subnet management knows them.
+/// Port capability mask (PortInfo:CapabilityMask).
 pub(crate) mod capability {
-    /// SL mapping, automatic migration, system image GUID, extended speeds: what every adapter has.
+    /// SL mapping, automatic path migration, system image GUID, extended speeds.
     const FIXED: u32 = (1 << 3) | (1 << 5) | (1 << 11) | (1 << 14);
-    /// A communication manager listens. The driver sets it.
+    /// A communication manager is present. The driver sets this bit.
     pub(crate) const COMMUNICATION_MANAGEMENT: u32 = 1 << 16;
-    /// What the driver may set.
+    /// Bits that the driver may set.
     pub(crate) const SETTABLE: u32 = COMMUNICATION_MANAGEMENT;
-    /// What there is at first.
+    /// Initial value.
     pub(crate) const INITIAL: u32 = FIXED;
 }
-/// Time that answers to subnet management may take: 4.096 us times 2 to the power of it.
+/// Subnet timeout: 4.096 us * 2^18.
 const SUBNET_TIMEOUT: u32 = 18;
 
 pub(super) fn query_context(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
@@ -65,7 +65,7 @@ pub(super) fn query_context(model: &mut Model<'_>, input: &[u8], output: &mut [u
 
 pub(super) fn modify_context(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) -> Outcome {
     let context = modify_hca_vport_context_in::HCA_VPORT_CONTEXT.of(input);
-    // Which capabilities are meant has a field of its own; nothing else can be set.
+    // The driver may change only the capability bits, which have their own field select mask.
     let mask = hca_vport_context::CAP_MASK1_FIELD_SELECT.get32(context);
     if modify_hca_vport_context_in::OTHER_VPORT.is_set(input) || mask & !capability::SETTABLE != 0 {
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
@@ -76,7 +76,7 @@ pub(super) fn modify_context(model: &mut Model<'_>, input: &[u8], _: &mut [u8]) 
     Ok(())
 }
 
-/// Copies one entry of a table, or all of them, behind the output's fixed part.
+/// Copies one or all entries of a table to the output, from offset `start` on.
 fn table<T: AsRef<[u8]>>(index: u32, output: &mut [u8], start: usize, entries: &[T]) -> Outcome {
     let chosen = if index == ALL {
         entries

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A key's context in a form that can be worked with.
+//! Decoding of the mkey context.
 
 use p2pmem_ib::Rights;
 
@@ -10,32 +10,33 @@ use crate::layout::constants::{
 };
 use crate::layout::ifc::mkc;
 
-/// The length of a translation list is rounded up to a multiple of this many units of 16 bytes.
+/// Alignment of translation lists, in units of 16 bytes. Drivers pad lists to it, also beyond the size in the mkey
+/// context, so the model rounds that size up.
 const LIST_UNIT: u64 = MLX5_UMR_FLEX_ALIGNMENT as u64 / 16;
-/// What a key that is bound to no queue pair has for its number.
+/// QP number of an mkey that any QP may use.
 const ANY_QP: u32 = 0xff_ffff;
 
-/// How a key's address space is laid out.
+/// Access mode of an mkey.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mode {
-    /// Bus addresses as they are.
-    Physical,
+pub(super) enum AccessMode {
+    /// Bus addresses, without translation.
+    Pa,
     /// Pages of one size.
-    Pages,
-    /// Pieces of other keys, one after another.
-    Pieces,
-    /// Pages of one size, each of another key.
-    KeyPages,
-    /// Something else.
+    Mtt,
+    /// List of ranges of other mkeys, each with its own length.
+    Klm,
+    /// Pages of one size, each of another mkey.
+    Ksm,
+    /// Not supported.
     Other,
 }
 
-/// A context, decoded.
+/// A decoded mkey context.
 #[derive(Clone, Debug)]
 pub(super) struct Context {
     pub(super) free: bool,
-    pub(super) mode: Mode,
-    /// May be changed by UMR.
+    pub(super) mode: AccessMode,
+    /// UMR work requests may change the mkey.
     pub(super) umr: bool,
     local_read: bool,
     local_write: bool,
@@ -48,10 +49,10 @@ pub(super) struct Context {
     pub(super) variant: u8,
     pub(super) pd: u32,
     pub(super) start: u64,
-    /// Length in bytes; `None` for all there is.
+    /// Length in bytes; `None` for the whole address space (`length64`).
     pub(super) len: Option<u64>,
     pub(super) log_page_size: u32,
-    /// Space for translations, in units of 16 bytes.
+    /// Maximum size of the translation list, in units of 16 bytes.
     pub(super) octwords: u64,
 }
 
@@ -61,11 +62,11 @@ impl Context {
         Self {
             free: mkc::FREE.is_set(image),
             mode: match mode {
-                MLX5_MKC_ACCESS_MODE_PA => Mode::Physical,
-                MLX5_MKC_ACCESS_MODE_MTT => Mode::Pages,
-                MLX5_MKC_ACCESS_MODE_KLMS => Mode::Pieces,
-                MLX5_MKC_ACCESS_MODE_KSM => Mode::KeyPages,
-                _ => Mode::Other,
+                MLX5_MKC_ACCESS_MODE_PA => AccessMode::Pa,
+                MLX5_MKC_ACCESS_MODE_MTT => AccessMode::Mtt,
+                MLX5_MKC_ACCESS_MODE_KLMS => AccessMode::Klm,
+                MLX5_MKC_ACCESS_MODE_KSM => AccessMode::Ksm,
+                _ => AccessMode::Other,
             },
             umr: mkc::UMR_EN.is_set(image),
             local_read: mkc::LR.is_set(image),
@@ -76,7 +77,7 @@ impl Context {
             remote_invalidate: mkc::EN_RINVAL.is_set(image),
             signature: mkc::BSF_EN.is_set(image),
             qpn: mkc::QPN.get32(image),
-            // Not truncated: eight bits.
+            // Not truncated: the field has 8 bits.
             variant: mkc::MKEY_7_0.get(image) as u8,
             pd: mkc::PD.get32(image),
             start: mkc::START_ADDR.get(image),
@@ -86,12 +87,12 @@ impl Context {
         }
     }
 
-    /// Whether every queue pair of the domain may use the key.
+    /// Returns whether every QP of the protection domain may use the mkey.
     pub(super) fn any_qp(&self) -> bool {
         self.qpn == ANY_QP
     }
 
-    /// Whether the key allows this.
+    /// Returns whether the mkey grants an access right.
     pub(super) fn allows(&self, rights: Rights) -> bool {
         match rights {
             Rights::LocalRead => self.local_read,
@@ -102,8 +103,8 @@ impl Context {
         }
     }
 
-    /// Whether a range lies in the key's.
-    pub(super) fn holds(&self, address: u64, len: u64) -> bool {
+    /// Returns whether a range is within the bounds of the mkey.
+    pub(super) fn contains(&self, address: u64, len: u64) -> bool {
         match self.len {
             None => len == 0 || address.checked_add(len - 1).is_some(),
             Some(have) => address

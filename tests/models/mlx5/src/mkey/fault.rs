@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Page faults: pages that the driver has to make present, until it reports that it has.
+//! Page faults: reported to the driver, and pending until the driver resumes them.
 //!
-//! Accesses to the same missing pages share one fault, so that a burst of packets does not become a burst of events.
+//! Accesses that miss the same pages share one fault, so that a burst of packets causes one event.
 
 use std::collections::BTreeMap;
 
@@ -10,49 +10,49 @@ use p2pmem_ib::Fault;
 
 use super::Mkeys;
 
-/// The driver's granularity.
+/// Page size of faults in bytes, as the driver expects.
 const PAGE: u64 = 4096;
-/// Most faults the driver may owe an answer for.
+/// Maximum number of pending faults.
 const MAX_PENDING: usize = 1 << 12;
-/// Most pages one fault can ask for: the event has 20 bits for them. Who needs more misses the rest later.
+/// Maximum number of pages of one fault: the event has 20 bits. A longer access faults again later.
 const MAX_PAGES: u64 = (1 << 20) - 1;
-/// Tokens have 48 bits.
-const TOKENS: u64 = 1 << 48;
+/// Upper bound of tokens: the event has 48 bits.
+const TOKEN_LIMIT: u64 = 1 << 48;
 
-/// A page fault for the driver.
+/// A page fault to report to the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageFault {
-    /// What the driver names it by in its answer.
+    /// Token that the driver passes to PAGE_FAULT_RESUME.
     pub token: u64,
-    /// The key that has no translation.
+    /// The mkey of the missing translation.
     pub key: u32,
-    /// First address that is missing, in the key's address space; the first of a page of 4096 bytes.
+    /// First missing address in the mkey's address space, rounded down to a page of 4096 bytes.
     pub address: u64,
-    /// How many pages of 4096 bytes.
+    /// Number of pages of 4096 bytes.
     pub pages: u64,
 }
 
-/// What the driver said about a page fault.
+/// Result of a page fault, as reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resumed {
-    /// The pages are there: the accesses that wait for the token can be tried again.
+    /// The pages are present: the waiting accesses can be retried.
     Repaired,
-    /// They will not come: the accesses that wait for the token fail.
+    /// The driver could not resolve the fault: the waiting accesses fail.
     Failed,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Faults {
-    /// Whether anybody listens; without, a missing page is an error.
+pub(super) struct PageFaults {
+    /// Whether an EQ receives page fault events. Otherwise a missing page is an error.
     enabled: bool,
     next: u64,
     pending: BTreeMap<u64, PageFault>,
-    /// Faults that are not yet reported to the driver.
-    fresh: Vec<PageFault>,
+    /// Faults that are not reported to the driver yet.
+    unreported: Vec<PageFault>,
     raised: u64,
 }
 
-impl Faults {
+impl PageFaults {
     pub(super) fn raise(&mut self, key: u32, address: u64, len: u64) -> Fault {
         if !self.enabled {
             return Fault::Key;
@@ -63,16 +63,16 @@ impl Faults {
             let start = fault.address / PAGE;
             fault.key == key && start <= first / PAGE && first / PAGE < start + fault.pages
         };
-        if let Some(known) = self.pending.values().find(|fault| covers(fault)) {
-            return Fault::Page(known.token);
+        if let Some(pending) = self.pending.values().find(|fault| covers(fault)) {
+            return Fault::Page(pending.token);
         }
         if self.pending.len() >= MAX_PENDING {
             return Fault::Key;
         }
-        // Never 0, and never one that is pending: there are far fewer than tokens.
-        self.next = (self.next + 1) % TOKENS;
+        // Skip 0 and pending tokens. The loop ends because at most MAX_PENDING tokens are in use.
+        self.next = (self.next + 1) % TOKEN_LIMIT;
         while self.next == 0 || self.pending.contains_key(&self.next) {
-            self.next = (self.next + 1) % TOKENS;
+            self.next = (self.next + 1) % TOKEN_LIMIT;
         }
         let fault = PageFault {
             token: self.next,
@@ -81,32 +81,32 @@ impl Faults {
             pages,
         };
         self.pending.insert(fault.token, fault);
-        self.fresh.push(fault);
+        self.unreported.push(fault);
         self.raised += 1;
         Fault::Page(fault.token)
     }
 }
 
 impl Mkeys {
-    /// Says whether the driver hears of page faults, that is, has an event queue for them. Without one, which is how a
-    /// device starts, an access to a page that is not present fails.
-    pub fn listen_to_faults(&mut self, listen: bool) {
-        self.faults.enabled = listen;
+    /// Enables page faults, when an EQ for them exists, or disables them. While they are disabled, which is the initial
+    /// state, an access to a page that is not present fails.
+    pub fn enable_page_faults(&mut self, enable: bool) {
+        self.faults.enabled = enable;
     }
 
-    /// Returns the page faults that are not yet reported to the driver, and marks them as reported.
+    /// Returns the page faults that are not reported to the driver yet, and marks them as reported.
     pub fn take_faults(&mut self) -> Vec<PageFault> {
-        std::mem::take(&mut self.faults.fresh)
+        std::mem::take(&mut self.faults.unreported)
     }
 
-    /// The driver answers a page fault; `None` if there is none of this token.
+    /// Ends a page fault with the result of the driver. Returns `None` if the token is unknown.
     pub fn resume_fault(&mut self, token: u64, failed: bool) -> Option<Resumed> {
         self.faults.pending.remove(&token)?;
-        self.faults.fresh.retain(|fault| fault.token != token);
+        self.faults.unreported.retain(|fault| fault.token != token);
         Some(if failed { Resumed::Failed } else { Resumed::Repaired })
     }
 
-    /// Page faults that the driver owes an answer for, and all there ever were.
+    /// Returns the number of pending page faults, and of all page faults since the start.
     pub fn fault_counts(&self) -> (u64, u64) {
         (self.faults.pending.len() as u64, self.faults.raised)
     }

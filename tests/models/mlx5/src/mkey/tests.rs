@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Keys as the drivers make and change them, a naive oracle, and hostile input.
+//! Tests of memory keys: as drivers create and change them, against a simple oracle, and with arbitrary input.
 
 mod hostile;
 mod oracle;
@@ -18,15 +18,15 @@ const QPN: u32 = 0x123;
 const DRIVER: Issuer = Issuer {
     pd: 1,
     qpn: 0x40,
-    driver: true,
+    reg_umr: true,
 };
 const USER: Issuer = Issuer {
     pd: PD,
     qpn: QPN,
-    driver: false,
+    reg_umr: false,
 };
 
-/// All rights.
+/// All access rights.
 const ALL: [(Field, u32); 5] = [(mkc::LR, 1), (mkc::LW, 1), (mkc::RR, 1), (mkc::RW, 1), (mkc::A, 1)];
 
 fn set(bytes: &mut [u8], fields: &[(Field, u64)]) {
@@ -35,7 +35,7 @@ fn set(bytes: &mut [u8], fields: &[(Field, u64)]) {
     }
 }
 
-/// A CREATE_MKEY command with these fields on top of a key of PD, for every queue pair and with all rights.
+/// Builds a CREATE_MKEY command for an mkey of [`PD`] with all rights for every QP, and sets `fields` in its context.
 fn create(mode: u32, fields: &[(Field, u64)], list: &[u8]) -> Vec<u8> {
     let mut command = vec![0; create_mkey_in::BYTES];
     command.extend_from_slice(list);
@@ -62,7 +62,7 @@ fn pages(entries: &[u64]) -> Vec<u8> {
     list
 }
 
-fn pieces(entries: &[(u32, u32, u64)]) -> Vec<u8> {
+fn klms(entries: &[(u32, u32, u64)]) -> Vec<u8> {
     let mut list = Vec::new();
     for (count, key, address) in entries {
         list.extend_from_slice(&count.to_be_bytes());
@@ -75,11 +75,11 @@ fn pieces(entries: &[(u32, u32, u64)]) -> Vec<u8> {
 
 fn keys() -> Mkeys {
     let mut keys = Mkeys::new(Limits::default());
-    keys.listen_to_faults(true);
+    keys.enable_page_faults(true);
     keys
 }
 
-/// Adds a key and returns it with its variant.
+/// Creates an mkey and returns the key with its variant.
 fn add(keys: &mut Mkeys, command: &[u8]) -> u32 {
     let index = keys.create(command).unwrap();
     let entry = create_mkey_in::MEMORY_KEY_MKEY_ENTRY.of(command);
@@ -103,7 +103,7 @@ fn resolve(keys: &mut Mkeys, access: &Access) -> Result<Vec<(u64, u64)>, Fault> 
     Ok(extents.iter().map(|extent| (extent.address, extent.len)).collect())
 }
 
-/// A UMR work request as a driver lays it out.
+/// Builds a UMR work request in the driver's format and decodes it.
 fn umr(key: u32, flags: u64, mask: u64, fields: &[(Field, u64)], list: &List) -> Umr {
     let mut body = vec![0; wqe_umr_ctrl_seg::BYTES + mkey_seg::BYTES];
     let octwords = match list {
@@ -161,7 +161,7 @@ fn bus_addresses_as_they_are() {
         resolve(&mut keys, &access(key, Rights::LocalRead, 0, 1)),
         Err(Fault::Key)
     );
-    assert_eq!(keys.destroy(key >> 8), Err(Refusal::NoKey));
+    assert_eq!(keys.destroy(key >> 8), Err(MkeyError::NoKey));
 }
 
 #[test]
@@ -248,10 +248,10 @@ fn pages_are_found_and_joined() {
     assert_eq!((mkc::LEN.get(entry), mkc::PD.get32(entry)), (0x3000, PD));
     assert_eq!(query_mkey_out::BSF0_KLM0_PAS_MTT0_1.of(&output), &list[..16]);
     assert_eq!(query_mkey_out::BSF1_KLM1_PAS_MTT2_3.of(&output), &list[16..32]);
-    assert_eq!(keys.query(1, &mut output), Err(Refusal::NoKey));
+    assert_eq!(keys.query(1, &mut output), Err(MkeyError::NoKey));
 }
 
-/// A list of pages is filled up to 64 bytes even where the key was made for a single page.
+/// Drivers pad a page list to 64 bytes, also for an mkey of a single page.
 #[test]
 fn lists_are_longer_than_their_keys() {
     let mut keys = keys();
@@ -263,7 +263,7 @@ fn lists_are_longer_than_their_keys() {
     assert_eq!(resolve(&mut keys, &read), Ok(vec![(0x10000, 0x1000)]));
 }
 
-/// A list without access bits is present as a whole.
+/// If `pg_access` is not set, all pages are present, also those without access flags.
 #[test]
 fn pages_of_a_list_without_access_bits() {
     let mut keys = keys();
@@ -280,41 +280,41 @@ fn pages_of_a_list_without_access_bits() {
 fn refused_commands() {
     let mut keys = Mkeys::new(Limits { keys: 2, words: 16 });
     let list = pages(&[3; 8]);
-    assert_eq!(keys.create(&[0; 100]), Err(Refusal::Short));
+    assert_eq!(keys.create(&[0; 100]), Err(MkeyError::Short));
     let mut short = create(1, &[], &list);
     short.truncate(short.len() - 1);
-    assert_eq!(keys.create(&short), Err(Refusal::Short));
+    assert_eq!(keys.create(&short), Err(MkeyError::Short));
     for mode in 4..32 {
         assert!(matches!(
             keys.create(&create(mode, &[], &[])),
-            Err(Refusal::Parameter(_))
+            Err(MkeyError::Parameter(_))
         ));
     }
     for bad in [
         create(1, &[(mkc::TRANSLATIONS_OCTWORD_SIZE, 4)], &pages(&[3; 16])),
         create(1, &[(mkc::BSF_EN, 1)], &list),
     ] {
-        assert!(matches!(keys.create(&bad), Err(Refusal::Parameter(_))));
+        assert!(matches!(keys.create(&bad), Err(MkeyError::Parameter(_))));
     }
     for field in [create_mkey_in::MKEY_UMEM_VALID, create_mkey_in::DATA_DIRECT] {
         let mut bad = create(1, &[], &list);
         field.set(&mut bad, 1_u32);
-        assert!(matches!(keys.create(&bad), Err(Refusal::Parameter(_))));
+        assert!(matches!(keys.create(&bad), Err(MkeyError::Parameter(_))));
     }
     assert!(keys.is_empty());
     let first = keys.create(&create(1, &[], &list)).unwrap();
     keys.create(&create(1, &[], &list)).unwrap();
     assert_eq!((keys.len(), keys.words()), (2, 16));
-    assert_eq!(keys.create(&create(1, &[], &list)), Err(Refusal::Full));
-    assert_eq!(keys.create(&create(0, &[], &[])), Err(Refusal::Full));
+    assert_eq!(keys.create(&create(1, &[], &list)), Err(MkeyError::Full));
+    assert_eq!(keys.create(&create(0, &[], &[])), Err(MkeyError::Full));
     keys.destroy(first).unwrap();
     assert_eq!(keys.words(), 8);
     let again = keys.create(&create(1, &[], &list)).unwrap();
     assert_ne!(again, 0);
 }
 
-/// Registration as the kernel does it: a free key from a pool, then a list of pages and everything else by UMR; then
-/// revocation by entries that are not present.
+/// Registration as mlx5_ib does it: a free mkey from a pool, then page list and context by UMR. Revocation by a list of
+/// entries that are not present.
 #[test]
 fn registration_and_revocation_as_the_kernel_does_them() {
     let mut keys = keys();
@@ -362,7 +362,7 @@ fn registration_and_revocation_as_the_kernel_does_them() {
     assert_eq!(keys.apply(&register, &list[..48], &DRIVER), Err(UmrError::List));
     assert_eq!(keys.apply(&register, &list, &USER), Err(UmrError::Domain));
     keys.apply(&register, &list, &DRIVER).unwrap();
-    // It is not free any more.
+    // The mkey is not free anymore.
     assert_eq!(keys.apply(&register, &list, &DRIVER), Err(UmrError::InUse));
     let write = access(key, Rights::RemoteWrite, 0x5800, 0x2000);
     assert_eq!(resolve(&mut keys, &write), Ok(vec![(0x10800, 0x2000)]));
@@ -383,7 +383,7 @@ fn registration_and_revocation_as_the_kernel_does_them() {
     };
     keys.apply(&zap_in_memory, &pages(&[0; 3]), &DRIVER).unwrap();
     let Err(Fault::Page(token)) = resolve(&mut keys, &write) else {
-        panic!("what was revoked is not present");
+        panic!("an access to revoked pages succeeded");
     };
     assert_eq!(
         keys.take_faults(),
@@ -394,14 +394,14 @@ fn registration_and_revocation_as_the_kernel_does_them() {
             pages: 3
         }]
     );
-    // Who comes later waits for the same answer, but for other pages there is another fault.
+    // Another access to these pages waits for the same fault.
     assert_eq!(resolve(&mut keys, &write), Err(Fault::Page(token)));
     assert_eq!(keys.take_faults(), []);
     assert_eq!(keys.fault_counts(), (1, 1));
     assert_eq!(keys.resume_fault(token + 1, false), None);
     assert_eq!(keys.resume_fault(token, true), Some(Resumed::Failed));
     assert_eq!(keys.resume_fault(token, true), None);
-    // Mapped again, it works again.
+    // The access succeeds after the pages are mapped again.
     let map = umr(key, 0x50, 0, &[], &List::Inline(list.clone()));
     keys.apply(
         &Umr {
@@ -413,7 +413,7 @@ fn registration_and_revocation_as_the_kernel_does_them() {
     )
     .unwrap();
     assert_eq!(resolve(&mut keys, &write), Ok(vec![(0x10800, 0x2000)]));
-    // Given back to the pool.
+    // Return the mkey to the pool.
     let disable = umr(
         key,
         0x80,
@@ -443,7 +443,7 @@ fn registration_and_revocation_as_the_kernel_does_them() {
 #[test]
 fn only_what_is_missing_is_a_fault() {
     let mut keys = keys();
-    // Present; read-only; absent; present for nothing but write; absent for want of an entry.
+    // Pages: present, read-only, not present, write-only, and two without an entry.
     let fields = [
         (mkc::LEN, 0x6000),
         (mkc::TRANSLATIONS_OCTWORD_SIZE, 4),
@@ -467,22 +467,21 @@ fn only_what_is_missing_is_a_fault() {
     assert_eq!(fault(Rights::RemoteAtomic, 0x1008, 8), Some((0x1000, 1)));
     assert_eq!(fault(Rights::LocalWrite, 0x3000, 0x1000), None);
     assert_eq!(fault(Rights::LocalWrite, 0x5fff, 1), Some((0x5000, 1)));
-    keys.listen_to_faults(false);
+    keys.enable_page_faults(false);
     assert_eq!(
         resolve(&mut keys, &access(key, Rights::LocalWrite, 0x10_5fff, 1)),
         Err(Fault::Key)
     );
 }
 
-/// Fast registration of a kernel client: pages or pieces in the work request or in memory, then both kinds of
-/// invalidation.
+/// Fast registration as a kernel client does it: MTTs or KLMs, inline or in memory, then local and remote invalidation.
 #[test]
 fn fast_registration_and_invalidation() {
     let mut keys = keys();
     let all = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1), (mkc::MKEY_7_0, 3)], &[]));
     let fields = [(mkc::FREE, 1), (mkc::TRANSLATIONS_OCTWORD_SIZE, 8)];
     let key = add(&mut keys, &create(2, &fields, &[]));
-    let list = pieces(&[(100, all, 0x1000), (28, all, 0x1064), (300, all, 0x9000)]);
+    let list = klms(&[(100, all, 0x1000), (28, all, 0x1064), (300, all, 0x9000)]);
     let mask = 0x209e_2143;
     let register = |variant: u32| {
         let fields = [
@@ -533,7 +532,7 @@ fn fast_registration_and_invalidation() {
     assert_eq!(resolve(&mut keys, &read), Err(Fault::Key));
 }
 
-/// Memory windows of type 2: bound to a queue pair, which alone may use and unbind them.
+/// Memory windows of type 2: only the QP that they are bound to may use and unbind them.
 #[test]
 fn memory_windows() {
     let mut keys = keys();
@@ -560,7 +559,7 @@ fn memory_windows() {
             (mkc::QPN, QPN.into()),
             (mkc::MKEY_7_0, 1),
         ],
-        &List::Inline(pieces(&[(0x200, region, 0x7100)])),
+        &List::Inline(klms(&[(0x200, region, 0x7100)])),
     );
     let stranger = Issuer { pd: PD + 1, ..USER };
     assert_eq!(keys.apply(&bind, &[], &stranger), Err(UmrError::Domain));
@@ -588,7 +587,7 @@ fn memory_windows() {
     assert_eq!(resolve(&mut keys, &write), Err(Fault::Key));
 }
 
-/// The steps by which the kernel changes the page size of a dma-buf's key while it is in use.
+/// The steps by which mlx5_ib changes the page size of a dma-buf mkey in use.
 #[test]
 fn the_page_size_changes() {
     let mut keys = keys();
@@ -617,7 +616,7 @@ fn the_page_size_changes() {
     assert_eq!(keys.take_faults()[0].pages, 512);
     keys.apply(&entries(pages(&[0x8000_0000 | 3])), &[], &DRIVER).unwrap();
     assert_eq!(resolve(&mut keys, &all), Ok(vec![(0x8000_0000, 0x20_0000)]));
-    // Without its own mask bit, the high bit of the page size stays.
+    // Without its own mask bit, the high bit of the page size keeps its value.
     let high = umr(
         key,
         0xc0,
@@ -637,17 +636,17 @@ fn keys_of_keys_end_somewhere() {
     let mut keys = keys();
     let fields = [(mkc::LEN, 64), (mkc::LENGTH64, 0), (mkc::TRANSLATIONS_OCTWORD_SIZE, 4)];
     let key = add(&mut keys, &create(2, &fields, &[]));
-    // A key without ranges has no memory; a key that contains itself has no end.
+    // A KLM mkey without entries covers no address; one that refers to itself exceeds the maximum depth.
     let read = access(key, Rights::LocalRead, 0, 64);
     assert_eq!(resolve(&mut keys, &read), Err(Fault::Bounds));
-    let circle = umr(key, 0xc0, 0, &[], &List::Inline(pieces(&[(64, key, 0)])));
+    let circle = umr(key, 0xc0, 0, &[], &List::Inline(klms(&[(64, key, 0)])));
     keys.apply(&circle, &[], &USER).unwrap();
     assert_eq!(resolve(&mut keys, &read), Err(Fault::Bounds));
-    // A chain of as many keys as may be, and one more.
+    // Chains up to the maximum depth, and one that exceeds it.
     let mut last = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1)], &[]));
     for depth in 1..=MAX_DEPTH {
         let fields = [(mkc::LEN, 1 << 20), (mkc::LOG_PAGE_SIZE, 16)];
-        last = add(&mut keys, &create(3, &fields, &pieces(&[(0, last, 0x10000); 16])));
+        last = add(&mut keys, &create(3, &fields, &klms(&[(0, last, 0x10000); 16])));
         let result = resolve(&mut keys, &access(last, Rights::LocalRead, 0x18000, 4));
         let expected = if depth < MAX_DEPTH {
             Ok(vec![(0x18000, 4)])
@@ -656,7 +655,7 @@ fn keys_of_keys_end_somewhere() {
         };
         assert_eq!(result, expected, "{depth}");
     }
-    // The owner's rights are what counts inside, and its domain.
+    // An inner mkey is checked for local rights and for its protection domain.
     let foreign = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1), (mkc::PD, 9)], &[]));
     let readable = add(
         &mut keys,
@@ -669,12 +668,12 @@ fn keys_of_keys_end_somewhere() {
         (readable, Rights::RemoteAtomic, Err(Fault::Rights)),
         (0xffff_ff00, Rights::RemoteRead, Err(Fault::Key)),
     ] {
-        let outer = add(&mut keys, &create(2, &[(mkc::LEN, 8)], &pieces(&[(8, inner, 0)])));
+        let outer = add(&mut keys, &create(2, &[(mkc::LEN, 8)], &klms(&[(8, inner, 0)])));
         assert_eq!(resolve(&mut keys, &access(outer, rights, 0, 8)), expected, "{rights:?}");
     }
 }
 
-/// A missing page of an inner key is that key's fault, at its own address.
+/// A fault of a missing page in an inner mkey names the inner mkey and the address in it.
 #[test]
 fn page_faults_name_the_inner_key() {
     let mut keys = keys();
@@ -687,21 +686,17 @@ fn page_faults_name_the_inner_key() {
         &create(
             3,
             &[(mkc::LEN, 0x4000), (mkc::LOG_PAGE_SIZE, 14)],
-            &pieces(&[(0, inner, 0)]),
+            &klms(&[(0, inner, 0)]),
         ),
     );
     let result = resolve(&mut keys, &access(outer, Rights::RemoteRead, 0x800, 0x1000));
     let faults = keys.take_faults();
     assert_eq!(result, Err(Fault::Page(faults[0].token)));
     assert_eq!((faults[0].key, faults[0].address, faults[0].pages), (inner, 0x1000, 1));
-    // An entry without a key is the outer one's.
+    // A fault of a KSM entry that is not present names the outer mkey.
     let empty = add(
         &mut keys,
-        &create(
-            3,
-            &[(mkc::LEN, 0x8000), (mkc::LOG_PAGE_SIZE, 14)],
-            &pieces(&[(0, 0, 0)]),
-        ),
+        &create(3, &[(mkc::LEN, 0x8000), (mkc::LOG_PAGE_SIZE, 14)], &klms(&[(0, 0, 0)])),
     );
     assert!(resolve(&mut keys, &access(empty, Rights::RemoteRead, 0x4000, 0x1000)).is_err());
     assert_eq!(keys.take_faults()[0].key, empty);
@@ -711,9 +706,9 @@ fn page_faults_name_the_inner_key() {
 fn repeated_pieces() {
     let mut keys = keys();
     let all = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1)], &[]));
-    // Three times 16 bytes of every 100 from 0x1000 on, and 8 of every 8 from 0x9000 on.
-    let list = pieces(&[
-        (24, REPEAT, (3 << 32) | 2),
+    // Three cycles: 16 bytes from 0x1000 on with a stride of 100, and 8 bytes from 0x9000 on with a stride of 8.
+    let list = klms(&[
+        (24, STRIDE_BLOCK_OP, (3 << 32) | 2),
         ((100 << 16) | 16, all, 0x1000),
         ((8 << 16) | 8, all, 0x9000),
     ]);
@@ -733,7 +728,7 @@ fn repeated_pieces() {
         resolve(&mut keys, &access(key, Rights::LocalRead, 39, 2)),
         Ok(vec![(0x1073, 1), (0x9008, 1)])
     );
-    // More length than pieces.
+    // The length of the mkey exceeds the length of its entries.
     let long = add(&mut keys, &create(2, &[(mkc::LEN, 100)], &list));
     assert_eq!(
         resolve(&mut keys, &access(long, Rights::LocalRead, 0, 73)),
@@ -758,7 +753,7 @@ fn translations_have_their_room() {
     for octword in [29, u64::from(u32::MAX) - 4, 1 << 32, u64::MAX] {
         assert_eq!(
             keys.apply(&at(octword), &[], &USER),
-            Err(UmrError::NoSpace),
+            Err(UmrError::TooManyTranslations),
             "{octword}"
         );
     }
@@ -777,9 +772,9 @@ fn who_scatters_too_much_gets_nothing() {
     let mut keys = keys();
     let all = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1)], &[]));
     let bytes: Vec<_> = (0..2048).map(|i| (1, all, i * 2)).collect();
-    let first = add(&mut keys, &create(2, &[(mkc::LEN, 2048)], &pieces(&bytes)));
+    let first = add(&mut keys, &create(2, &[(mkc::LEN, 2048)], &klms(&bytes)));
     let lists: Vec<_> = (0..1024).map(|_| (2048, first, 0)).collect();
-    let second = add(&mut keys, &create(2, &[(mkc::LEN, 1 << 21)], &pieces(&lists)));
+    let second = add(&mut keys, &create(2, &[(mkc::LEN, 1 << 21)], &klms(&lists)));
     let mut extents = vec![Extent { address: 1, len: 1 }];
     let most = access(second, Rights::LocalRead, 0, MAX_EXTENTS as u64);
     keys.resolve(&most, &mut extents).unwrap();
@@ -790,18 +785,18 @@ fn who_scatters_too_much_gets_nothing() {
         ..most
     };
     assert_eq!(keys.resolve(&more, &mut extents), Err(Fault::Bounds));
-    assert_eq!(extents.len(), 1, "nothing is left of an access that failed");
-    // If the ranges can be joined, the resolution ends as well.
+    assert_eq!(extents.len(), 1, "a failed access must not change `extents`");
+    // The number of translations is limited too, also if all ranges can be merged.
     let same = pages(&[0x10000 | 3; 512]);
     let page = add(
         &mut keys,
         &create(1, &[(mkc::LEN, 0x1000), (mkc::LOG_PAGE_SIZE, 3)], &same),
     );
     let lists: Vec<_> = (0..1 << 14).map(|_| (0x1000, page, 0)).collect();
-    let many = add(&mut keys, &create(2, &[(mkc::LEN, 1 << 26)], &pieces(&lists)));
+    let many = add(&mut keys, &create(2, &[(mkc::LEN, 1 << 26)], &klms(&lists)));
     let all = access(many, Rights::LocalRead, 0, 1 << 26);
     assert_eq!(keys.resolve(&all, &mut extents), Err(Fault::Bounds));
-    // A key without entries is missing as a whole, however small its pages.
+    // One fault reports an mkey without entries as a whole, however small its pages are.
     let fields = [
         (mkc::LENGTH64, 1),
         (mkc::LOG_PAGE_SIZE, 0),
@@ -823,7 +818,7 @@ fn short_work_requests() {
     wqe_umr_ctrl_seg::XLT_OCTOWORDS.set(&mut body, 4_u32);
     assert_eq!(Umr::read(0, &body), Err(UmrError::Short));
     body.extend_from_slice(&[0; 16]);
-    assert!(Umr::read(0, &body).is_ok(), "a length of 0 is as much as there can be");
+    assert!(Umr::read(0, &body).is_ok(), "byte_count 0 means 2 GiB");
     body[48 + 64 + 3] = 63;
     assert_eq!(Umr::read(0, &body), Err(UmrError::List));
     wqe_umr_ctrl_seg::FLAGS.set(&mut body, 0x80_u32);
@@ -843,7 +838,7 @@ fn many_faults_find_an_end() {
     assert_eq!(miss(&mut keys, pending), Err(Fault::Key));
     assert!(
         matches!(miss(&mut keys, 0), Err(Fault::Page(_))),
-        "who waits already goes on waiting"
+        "an access to pages of a pending fault still waits"
     );
     assert_eq!(keys.fault_counts(), (pending, pending));
     assert_eq!(keys.take_faults().len() as u64, pending);

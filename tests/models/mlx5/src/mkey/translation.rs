@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A key's translations: where an address of the key leads.
+//! Translations of an mkey: from the mkey's address space to bus addresses or other mkeys.
 
 use p2pmem_ib::Rights;
 
-use super::REPEAT;
-use super::context::{Context, Mode};
+use super::STRIDE_BLOCK_OP;
+use super::context::{AccessMode, Context};
 
-/// Bits of a page entry: the kinds of access for which the page is present.
-const PRESENT_READ: u64 = 1;
-const PRESENT_WRITE: u64 = 2;
-/// Bits of a page entry that are no address.
-const ENTRY_FLAGS: u64 = 0xff;
+/// Access flags of an MTT entry.
+const MTT_READ: u64 = 1;
+const MTT_WRITE: u64 = 2;
+/// Bits of an MTT entry that are not part of the address.
+const MTT_FLAGS: u64 = 0xff;
 
-/// What a page is present for.
+/// Decoded access flags of an MTT entry. A page without a flag is not present for that direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Present {
+pub(super) struct MttFlags {
     read: bool,
     write: bool,
 }
 
-impl Present {
+impl MttFlags {
     pub(super) fn allows(self, rights: Rights) -> bool {
         match rights {
             Rights::LocalRead | Rights::RemoteRead => self.read,
@@ -29,26 +29,26 @@ impl Present {
     }
 }
 
-/// The target of an address, and for how many bytes (`run`) it holds.
+/// Translation of an address. `run` is the number of bytes for which the translation is valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Target {
-    /// To the bus.
-    Bus { address: u64, run: u64, present: Present },
-    /// To another key.
-    Key { key: u32, address: u64, run: u64 },
-    /// Nowhere for now.
-    Absent { run: u64 },
+pub(super) enum Translation {
+    /// A bus address.
+    Bus { address: u64, run: u64, flags: MttFlags },
+    /// An address of another mkey.
+    Mkey { key: u32, address: u64, run: u64 },
+    /// The page is not present.
+    NotPresent { run: u64 },
 }
 
-/// An entry that refers to another key.
+/// A KLM or KSM entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Entry {
+pub(super) struct KlmEntry {
     count: u32,
     key: u32,
     address: u64,
 }
 
-impl Entry {
+impl KlmEntry {
     fn read(bytes: &[u8]) -> Self {
         let word = |at: usize| {
             bytes[at..at + 8]
@@ -57,7 +57,7 @@ impl Entry {
         };
         let (head, address) = (word(0), word(8));
         Self {
-            // Truncated on purpose: two halves.
+            // Truncated on purpose: the two halves.
             count: (head >> 32) as u32,
             key: head as u32,
             address,
@@ -70,44 +70,44 @@ impl Entry {
     }
 }
 
-/// Translations in the order of the key's addresses. They grow with what is written; what was never written is not
-/// present.
+/// The translations of an mkey, by access mode, in the order of the addresses. The lists grow with each write; entries
+/// that were never written are not present.
 #[derive(Debug)]
 pub(super) enum Translations {
     None,
-    /// Page entries.
-    Pages(Vec<u64>),
-    KeyPages(Vec<Entry>),
-    Pieces {
-        entries: Vec<Entry>,
-        /// Where each piece ends, counted from the key's start.
+    /// MTT entries.
+    Mtt(Vec<u64>),
+    Ksm(Vec<KlmEntry>),
+    Klm {
+        entries: Vec<KlmEntry>,
+        /// End of each entry's range, relative to the start of the mkey.
         ends: Vec<u64>,
     },
 }
 
 impl Translations {
-    pub(super) fn new(mode: Mode) -> Self {
+    pub(super) fn new(mode: AccessMode) -> Self {
         match mode {
-            Mode::Pages => Self::Pages(Vec::new()),
-            Mode::KeyPages => Self::KeyPages(Vec::new()),
-            Mode::Pieces => Self::Pieces {
+            AccessMode::Mtt => Self::Mtt(Vec::new()),
+            AccessMode::Ksm => Self::Ksm(Vec::new()),
+            AccessMode::Klm => Self::Klm {
                 entries: Vec::new(),
                 ends: Vec::new(),
             },
-            Mode::Physical | Mode::Other => Self::None,
+            AccessMode::Pa | AccessMode::Other => Self::None,
         }
     }
 
-    /// Size in units of 8 bytes.
+    /// Returns the size in units of 8 bytes.
     pub(super) fn words(&self) -> u64 {
         match self {
             Self::None => 0,
-            Self::Pages(pages) => pages.len() as u64,
-            Self::KeyPages(entries) | Self::Pieces { entries, .. } => 2 * entries.len() as u64,
+            Self::Mtt(pages) => pages.len() as u64,
+            Self::Ksm(entries) | Self::Klm { entries, .. } => 2 * entries.len() as u64,
         }
     }
 
-    /// What [`Translations::words`] will be after a write of `len` bytes at `octword`.
+    /// Returns the size that [`Translations::words`] has after a write of `len` bytes at `octword`.
     pub(super) fn words_with(&self, octword: u64, len: usize) -> u64 {
         match self {
             Self::None => 0,
@@ -118,18 +118,18 @@ impl Translations {
         }
     }
 
-    /// Puts translations, as the driver lays them out, from `octword` on. With `present`, pages are present whatever their
-    /// entries say. A rest of less than 16 bytes is left out.
+    /// Writes translations in the driver's format, from `octword` on. With `present`, MTT entries get both access
+    /// flags. A remainder of less than 16 bytes is ignored.
     pub(super) fn write(&mut self, octword: u64, list: &[u8], present: bool) {
-        // Not truncated: the caller has compared with a limit by `words_with`.
+        // Not truncated: the caller has checked the limit by `words_with`.
         let at = octword as usize;
         if list.len() < 16 {
             return;
         }
         match self {
             Self::None => {}
-            Self::Pages(pages) => {
-                let flags = if present { PRESENT_READ | PRESENT_WRITE } else { 0 };
+            Self::Mtt(pages) => {
+                let flags = if present { MTT_READ | MTT_WRITE } else { 0 };
                 let list = &list[..list.len() / 16 * 16];
                 let new = list
                     .chunks_exact(8)
@@ -143,9 +143,9 @@ impl Translations {
                     .zip(new)
                     .for_each(|(page, new)| *page = new);
             }
-            Self::KeyPages(entries) => put(entries, at, list),
-            Self::Pieces { entries, ends } => {
-                put(entries, at, list);
+            Self::Ksm(entries) => write_entries(entries, at, list),
+            Self::Klm { entries, ends } => {
+                write_entries(entries, at, list);
                 let mut end = 0_u64;
                 ends.clear();
                 ends.extend(entries.iter().map(|entry| {
@@ -156,48 +156,46 @@ impl Translations {
         }
     }
 
-    /// 16 bytes of translations as the driver lays them out.
+    /// Returns 16 bytes of translations in the driver's format.
     pub(super) fn octword(&self, index: usize) -> [u8; 16] {
         match self {
             Self::None => [0; 16],
-            Self::Pages(pages) => {
+            Self::Mtt(pages) => {
                 let page = |at: usize| u128::from(pages.get(at).copied().unwrap_or(0));
                 ((page(2 * index) << 64) | page(2 * index + 1)).to_be_bytes()
             }
-            Self::KeyPages(entries) | Self::Pieces { entries, .. } => {
-                entries.get(index).copied().unwrap_or_default().bytes()
-            }
+            Self::Ksm(entries) | Self::Klm { entries, .. } => entries.get(index).copied().unwrap_or_default().bytes(),
         }
     }
 
-    /// Translates `address`, which is in the key's range, for at most `len` bytes (at least one). Returns `None` if the key has
-    /// no space for a translation of the address.
-    pub(super) fn find(&self, context: &Context, address: u64, len: u64) -> Option<Target> {
+    /// Translates `address`, which is within the bounds of the mkey, for at most `len` bytes (at least one). Returns
+    /// `None` if the translation list cannot cover the address.
+    pub(super) fn find(&self, context: &Context, address: u64, len: u64) -> Option<Translation> {
         match self {
-            Self::None => Some(Target::Bus {
+            Self::None => Some(Translation::Bus {
                 address,
                 run: len,
-                present: Present {
+                flags: MttFlags {
                     read: true,
                     write: true,
                 },
             }),
-            Self::Pages(pages) => {
-                let page = Page::new(context, address, len)?;
+            Self::Mtt(pages) => {
+                let page = PageOffset::new(context, address, len)?;
                 let Some(entry) = usize::try_from(page.index).ok().and_then(|index| pages.get(index)) else {
-                    return page.rest(context, context.octwords.saturating_mul(2), len);
+                    return page.not_present(context, context.octwords.saturating_mul(2), len);
                 };
-                Some(Target::Bus {
-                    address: (entry & !ENTRY_FLAGS).wrapping_add(page.inside),
+                Some(Translation::Bus {
+                    address: (entry & !MTT_FLAGS).wrapping_add(page.inside),
                     run: page.run,
-                    present: Present {
-                        read: entry & PRESENT_READ != 0,
-                        write: entry & PRESENT_WRITE != 0,
+                    flags: MttFlags {
+                        read: entry & MTT_READ != 0,
+                        write: entry & MTT_WRITE != 0,
                     },
                 })
             }
-            Self::KeyPages(entries) => {
-                let page = Page::new(context, address, len)?;
+            Self::Ksm(entries) => {
+                let page = PageOffset::new(context, address, len)?;
                 if page.index >= context.octwords {
                     return None;
                 }
@@ -206,23 +204,23 @@ impl Translations {
                     .copied()
                     .unwrap_or_default();
                 if entry.key == 0 {
-                    return Some(Target::Absent { run: page.run });
+                    return Some(Translation::NotPresent { run: page.run });
                 }
-                Some(Target::Key {
+                Some(Translation::Mkey {
                     key: entry.key,
                     address: entry.address.wrapping_add(page.inside),
                     run: page.run,
                 })
             }
-            Self::Pieces { entries, ends } => {
+            Self::Klm { entries, ends } => {
                 let offset = address.wrapping_sub(context.start);
                 match entries.first() {
-                    Some(first) if first.key == REPEAT => repeated(first, &entries[1..], offset, len),
+                    Some(first) if first.key == STRIDE_BLOCK_OP => strided(first, &entries[1..], offset, len),
                     _ => {
                         let index = ends.partition_point(|end| *end <= offset);
                         let (entry, end) = (entries.get(index)?, ends.get(index)?);
                         let inside = offset - (end - u64::from(entry.count));
-                        Some(Target::Key {
+                        Some(Translation::Mkey {
                             key: entry.key,
                             address: entry.address.wrapping_add(inside),
                             run: len.min(end - offset),
@@ -234,24 +232,24 @@ impl Translations {
     }
 }
 
-fn put(entries: &mut Vec<Entry>, at: usize, list: &[u8]) {
+fn write_entries(entries: &mut Vec<KlmEntry>, at: usize, list: &[u8]) {
     let end = at + list.len() / 16;
     if entries.len() < end {
-        entries.resize(end, Entry::default());
+        entries.resize(end, KlmEntry::default());
     }
     for (entry, bytes) in entries[at..end].iter_mut().zip(list.chunks_exact(16)) {
-        *entry = Entry::read(bytes);
+        *entry = KlmEntry::read(bytes);
     }
 }
 
-/// A place in pages of one size. The first page holds the key's start, wherever in it that is.
-struct Page {
+/// Page index and offset of an address. Page 0 contains the start address of the mkey, which may be unaligned.
+struct PageOffset {
     index: u64,
     inside: u64,
     run: u64,
 }
 
-impl Page {
+impl PageOffset {
     fn new(context: &Context, address: u64, len: u64) -> Option<Self> {
         let shift = context.log_page_size;
         let index = (address >> shift).checked_sub(context.start >> shift)?;
@@ -263,18 +261,18 @@ impl Page {
         })
     }
 
-    /// What there is behind the last entry: nothing, up to the end of the `room` for entries.
-    fn rest(&self, context: &Context, room: u64, len: u64) -> Option<Target> {
-        let pages = room.checked_sub(self.index).filter(|pages| *pages > 0)?;
+    /// Translation of an address after the last entry: not present, up to the maximum size of the list.
+    fn not_present(&self, context: &Context, octwords: u64, len: u64) -> Option<Translation> {
+        let pages = octwords.checked_sub(self.index).filter(|pages| *pages > 0)?;
         let bytes = (u128::from(pages) << context.log_page_size) - u128::from(self.inside);
         let run = u64::try_from(bytes).map_or(len, |bytes| bytes.min(len));
-        Some(Target::Absent { run })
+        Some(Translation::NotPresent { run })
     }
 }
 
-/// A place in pieces that repeat: the first entry says how often, and how many pieces there are; each piece has its
-/// length, and how far it moves on from one time to the next.
-fn repeated(first: &Entry, pieces: &[Entry], offset: u64, len: u64) -> Option<Target> {
+/// Translates an offset of a stride block list. The control entry holds the bytes per cycle, the number of cycles and
+/// the number of entries. Each entry holds its bytes per cycle and its stride between cycles.
+fn strided(first: &KlmEntry, entries: &[KlmEntry], offset: u64, len: u64) -> Option<Translation> {
     let cycle = u64::from(first.count);
     let (times, number) = (first.address >> 32, first.address & 0xffff);
     let time = offset.checked_div(cycle)?;
@@ -282,12 +280,12 @@ fn repeated(first: &Entry, pieces: &[Entry], offset: u64, len: u64) -> Option<Ta
         return None;
     }
     let mut inside = offset % cycle;
-    for piece in pieces.iter().take(number as usize) {
-        let (stride, count) = (u64::from(piece.count >> 16), u64::from(piece.count & 0xffff));
+    for entry in entries.iter().take(number as usize) {
+        let (stride, count) = (u64::from(entry.count >> 16), u64::from(entry.count & 0xffff));
         if inside < count {
-            return Some(Target::Key {
-                key: piece.key,
-                address: piece
+            return Some(Translation::Mkey {
+                key: entry.key,
+                address: entry
                     .address
                     .wrapping_add(time.wrapping_mul(stride))
                     .wrapping_add(inside),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! UMR work requests: registration, binding, invalidation and revocation of keys in the order of a send queue.
+//! UMR work requests: register, bind, invalidate and revoke mkeys, in the order of a send queue.
 //!
-//! A request says which fields of the key's context change (a mask and a context to take them from) and may bring
-//! translations, in the request itself or in memory. All of it is checked before any of it is done.
+//! A work request selects the mkey context fields to change by a mask, and supplies a context with their values. A work
+//! request can supply translations, inline or in memory. The whole request is checked before anything changes.
 
 use p2pmem_ib::{Access, Rights};
 
@@ -19,20 +19,20 @@ use crate::layout::ifc::mkc;
 use crate::layout::wire::{mkey_seg, wqe_data_seg, wqe_umr_ctrl_seg};
 use crate::layout::{Field, constants};
 
-/// Flag that the headers do not name: the key must be bound to the queue pair that sends this.
+/// UMR flag without a name in the headers: the mkey must be bound to the QP of the work request.
 const CHECK_QPN: u64 = 1 << 3;
-const OFFSET: u64 = constants::MLX5_UMR_TRANSLATION_OFFSET_EN as u64;
+const XLT_OFFSET_ENABLE: u64 = constants::MLX5_UMR_TRANSLATION_OFFSET_EN as u64;
 const MUST_BE_FREE: u64 = constants::MLX5_UMR_CHECK_NOT_FREE as u64;
 const MUST_NOT_BE_FREE: u64 = constants::MLX5_UMR_CHECK_FREE as u64;
 const INLINE: u64 = constants::MLX5_UMR_INLINE as u64;
-/// What a data segment means by a length of 0.
-const WHOLE: u64 = 1 << 31;
+/// Length of a data segment whose `byte_count` is 0.
+const MAX_DATA_LENGTH: u64 = 1 << 31;
 
-/// The low bits of the page size, which its own mask bit stands for, and the high one, which another does.
+/// The low 5 bits and the high bit of the page size, which have separate mask bits.
 const PAGE_SIZE_4_0: Field = Field::new(mkc::LOG_PAGE_SIZE.offset() + 1, mkc::LOG_PAGE_SIZE.width() - 1);
 const PAGE_SIZE_5: Field = Field::new(mkc::LOG_PAGE_SIZE.offset(), 1);
 
-/// Fields by the mask bit that changes them.
+/// Mask bits, and the context fields that each of them selects.
 const FIELDS: [(u64, &[Field]); 17] = [
     (MLX5_MKEY_MASK_LEN as u64, &[mkc::LEN, mkc::LENGTH64]),
     (MLX5_MKEY_MASK_PAGE_SIZE as u64, &[PAGE_SIZE_4_0]),
@@ -59,48 +59,48 @@ const FIELDS: [(u64, &[Field]); 17] = [
     (MLX5_MKEY_MASK_FREE as u64, &[mkc::FREE]),
 ];
 
-/// Why a UMR work request is not carried out. The key is as it was.
+/// Reason why a UMR work request fails. The mkey is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UmrError {
-    /// The work request ends in the middle of what it should hold.
-    #[error("the work request is too short")]
+    /// The work request is shorter than its segments.
+    #[error("work request shorter than its segments")]
     Short,
-    /// A field of the context that cannot be changed.
-    #[error("the mask {0:#x} has fields that cannot be changed")]
+    /// The mask selects a field that cannot be changed.
+    #[error("mkey mask bits {0:#x} are not supported")]
     Mask(u64),
-    /// There is no such key.
-    #[error("no such key")]
+    /// The mkey does not exist.
+    #[error("mkey does not exist")]
     NoKey,
-    /// The key is not made to be changed like this.
-    #[error("the key allows no UMR")]
+    /// The mkey does not permit UMR (`umr_en`).
+    #[error("mkey does not permit UMR")]
     NotAllowed,
-    /// The key or the new domain is not the queue pair's.
-    #[error("key of another protection domain or queue pair")]
+    /// The mkey or its new protection domain does not belong to the QP.
+    #[error("mkey of another protection domain or queue pair")]
     Domain,
-    /// The key is free and should not be.
-    #[error("the key is free")]
+    /// The request requires an mkey in use, and the mkey is free.
+    #[error("mkey is free")]
     Free,
-    /// The key is in use and should not be.
-    #[error("the key is not free")]
+    /// The request requires a free mkey, and the mkey is in use.
+    #[error("mkey is not free")]
     InUse,
-    /// The key or the device has no space for these translations.
-    #[error("no space for the translations")]
-    NoSpace,
-    /// The list of translations is shorter than it should be.
-    #[error("translations are missing")]
+    /// The translations exceed the size of the mkey, or the limit of the adapter.
+    #[error("too many translations for the mkey or the adapter")]
+    TooManyTranslations,
+    /// The translation list is shorter than the request states.
+    #[error("translation list too short")]
     List,
 }
 
-/// Where a request's translations are.
+/// Location of a translation list.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum List {
-    /// There are none.
+    /// The request has no list.
     None,
-    /// In the work request.
+    /// Inline in the work request.
     Inline(Vec<u8>),
-    /// In memory, to be read by the device.
+    /// In memory; the adapter reads it.
     Memory {
-        /// Local key.
+        /// lkey of the memory.
         key: u32,
         /// First address.
         address: u64,
@@ -109,10 +109,10 @@ pub enum List {
     },
 }
 
-/// A UMR work request.
+/// A decoded UMR work request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Umr {
-    /// The key it is about; its variant counts only where the request brings no new one.
+    /// The mkey to change. The variant is checked unless the request changes the variant.
     pub key: u32,
     /// The translations.
     pub list: List,
@@ -123,23 +123,23 @@ pub struct Umr {
     pub(super) context: [u8; mkc::BYTES],
 }
 
-/// Who sends a UMR work request.
+/// The QP that a UMR work request was posted to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Issuer {
-    /// The queue pair's protection domain.
+    /// Protection domain of the QP.
     pub pd: u32,
-    /// The queue pair.
+    /// Number of the QP.
     pub qpn: u32,
-    /// The queue pair is the driver's own for this purpose: it may change keys of every domain, and their domain.
-    pub driver: bool,
+    /// The QP has service type REG_UMR: it may change mkeys of every protection domain, and their protection domain.
+    pub reg_umr: bool,
 }
 
 impl Umr {
-    /// Reads a work request: `key` is the immediate of its control segment, `body` what follows that segment.
+    /// Decodes a work request. `key` is the immediate of the control segment; `body` is the part after that segment.
     ///
     /// # Errors
     ///
-    /// [`UmrError::Short`] and [`UmrError::Mask`].
+    /// [`UmrError::Short`], [`UmrError::List`] and [`UmrError::Mask`].
     pub fn read(key: u32, body: &[u8]) -> Result<Self, UmrError> {
         const HEAD: usize = wqe_umr_ctrl_seg::BYTES + mkey_seg::BYTES;
         let Some((head, rest)) = body.split_at_checked(HEAD) else {
@@ -153,7 +153,7 @@ impl Umr {
             return Err(UmrError::Mask(mask & !known));
         }
         let octwords = wqe_umr_ctrl_seg::XLT_OCTOWORDS.get(control);
-        let octword = if flags & OFFSET != 0 {
+        let octword = if flags & XLT_OFFSET_ENABLE != 0 {
             (wqe_umr_ctrl_seg::XLT_OFFSET_47_16.get(control) << 16) | wqe_umr_ctrl_seg::XLT_OFFSET.get(control)
         } else {
             0
@@ -162,12 +162,12 @@ impl Umr {
         let list = if octwords == 0 {
             List::None
         } else if flags & INLINE != 0 {
-            // Not truncated: 16 bits of 16 bytes.
+            // Not truncated: a 16-bit count of 16-byte units.
             List::Inline(rest.get(..length as usize).ok_or(UmrError::Short)?.to_vec())
         } else {
             let data = rest.get(..wqe_data_seg::BYTES).ok_or(UmrError::Short)?;
             let have = match wqe_data_seg::BYTE_COUNT.get(data) {
-                0 => WHOLE,
+                0 => MAX_DATA_LENGTH,
                 count => count,
             };
             if have < length {
@@ -192,7 +192,7 @@ impl Umr {
         })
     }
 
-    /// The access by which the translations are read, where they are in memory.
+    /// Returns the access that reads the translations, if they are in memory.
     pub fn list_access(&self, issuer: &Issuer) -> Option<Access> {
         match self.list {
             List::Memory { key, address, length } => Some(Access {
@@ -209,7 +209,8 @@ impl Umr {
 }
 
 impl Mkeys {
-    /// Carries out a UMR work request. `memory` is what [`Umr::list_access`] read, and empty where that is nothing.
+    /// Executes a UMR work request. `memory` holds the bytes of the access from [`Umr::list_access`]; empty without
+    /// one.
     ///
     /// # Errors
     ///
@@ -232,7 +233,7 @@ impl Mkeys {
         }
         let foreign = context.pd != issuer.pd || umr.mask & u64::from(MLX5_MKEY_MASK_PD) != 0;
         let other_qp = umr.flags & CHECK_QPN != 0 && context.qpn != issuer.qpn;
-        if foreign && !issuer.driver || other_qp {
+        if foreign && !issuer.reg_umr || other_qp {
             return Err(UmrError::Domain);
         }
         if umr.mask & u64::from(MLX5_MKEY_MASK_KEY) == 0 && u32::from(context.variant) != umr.key & 0xff {
@@ -244,13 +245,16 @@ impl Mkeys {
         if umr.flags & MUST_NOT_BE_FREE != 0 && context.free {
             return Err(UmrError::Free);
         }
-        let end = umr.octword.checked_add(umr.octwords).ok_or(UmrError::NoSpace)?;
+        let end = umr
+            .octword
+            .checked_add(umr.octwords)
+            .ok_or(UmrError::TooManyTranslations)?;
         if umr.octwords != 0 && end > context.octwords {
-            return Err(UmrError::NoSpace);
+            return Err(UmrError::TooManyTranslations);
         }
         let after = words - key.translations.words() + key.translations.words_with(umr.octword, list.len());
         if after > limit {
-            return Err(UmrError::NoSpace);
+            return Err(UmrError::TooManyTranslations);
         }
         for (_, fields) in FIELDS.iter().filter(|(bit, _)| umr.mask & bit != 0) {
             for field in *fields {
@@ -263,7 +267,7 @@ impl Mkeys {
         Ok(())
     }
 
-    /// What a failed read of a request's translations makes of the request.
+    /// Converts the fault of a failed read of the translation list.
     pub fn list_fault(fault: Fault) -> UmrError {
         match fault {
             Fault::Domain => UmrError::Domain,

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A driver for the adapter, without a kernel: memory that both share, commands, queues, doorbells.
+//! A minimal driver without a kernel: shared memory, commands, queues, doorbells.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -15,29 +15,29 @@ use p2pmem_vfio_user::proto::CONFIG_REGION;
 use p2pmem_vfio_user::{Bus, LinkSpeed, Memory, serve};
 use rustix::event::{EventfdFlags, eventfd};
 
-/// Bus address of the memory.
+/// Bus address of the shared memory.
 pub const RAM: u64 = 0x1_0000_0000;
 const RAM_SIZE: u64 = 64 << 20;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PAGE: u64 = 4096;
 const QUEUE: u64 = RAM;
 const TOKEN: u8 = 0x5a;
-/// Entries of every queue here.
+/// Number of entries of most queues.
 pub const LOG_ENTRIES: u32 = 6;
 pub const ENTRIES: u32 = 1 << LOG_ENTRIES;
 const CQE: u64 = wire::cqe64::BYTES as u64;
 const EQE: u64 = wire::eqe::BYTES as u64;
 
-/// Why a command was not carried out.
+/// Reason why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// The adapter did not take it.
+    /// Delivery status: the adapter did not execute the command.
     Delivery(u8),
-    /// Its output says so.
+    /// Status in the output.
     Status(u32),
 }
 
-/// An adapter with its driver.
+/// An adapter and its driver.
 pub struct Driver {
     client: Option<Client>,
     server: Option<JoinHandle<bool>>,
@@ -47,11 +47,11 @@ pub struct Driver {
     pub interrupts: Vec<OwnedFd>,
     pub uar: u32,
     pub pd: u32,
-    /// Of all memory, as bus addresses.
+    /// An mkey of all memory, in access mode PA.
     pub key: u32,
 }
 
-/// A queue of events or completions as the driver reads it.
+/// Driver's side of an EQ or CQ.
 #[derive(Clone, Debug)]
 pub struct Ring {
     pub number: u32,
@@ -61,32 +61,32 @@ pub struct Ring {
     pub record: u64,
 }
 
-/// A queue pair as the driver fills it.
+/// Driver's side of a QP.
 #[derive(Clone, Debug)]
 pub struct Qp {
     pub number: u32,
     buffer: u64,
-    /// Where the send queue begins: behind the receive queue, if there is one.
+    /// Address of the send queue: after the receive queue, if the QP has one.
     pub send_buffer: u64,
     record: u64,
     sent: u32,
     received: u32,
 }
 
-/// Waits until something is there.
+/// Polls `look` until it returns a value. Panics after [`TIMEOUT`].
 pub fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = look() {
             return found;
         }
-        assert!(Instant::now() < deadline, "{what} did not come within {TIMEOUT:?}");
+        assert!(Instant::now() < deadline, "timeout: no {what} within {TIMEOUT:?}");
         std::thread::yield_now();
     }
 }
 
 impl Driver {
-    /// An adapter on a subnet, switched on, and nothing more.
+    /// Creates an adapter in a subnet and enables the PCI function.
     pub fn new(name: &str, guid: u64, fabric: &Fabric) -> Self {
         let settings = Settings {
             name: name.to_owned(),
@@ -114,13 +114,13 @@ impl Driver {
             pd: 0,
             key: 0,
         };
-        driver.switch_on();
+        driver.enable_function();
         driver
     }
 
-    /// What the PCI core and the driver do before the first command; also after a reset.
-    pub fn switch_on(&mut self) {
-        // Memory and bus mastering on, then MSI-X.
+    /// Enables the PCI function and sets the command queue. Necessary after each reset.
+    pub fn enable_function(&mut self) {
+        // Enable memory space and bus mastering, then MSI-X.
         self.client().write(CONFIG_REGION, 4, &[6, 0]).unwrap();
         let mut config = [0; 256];
         self.client().read(CONFIG_REGION, 0, &mut config).unwrap();
@@ -132,7 +132,7 @@ impl Driver {
         self.interrupts = (0..16).map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap()).collect();
         let fds: Vec<OwnedFd> = self.interrupts.iter().map(|fd| fd.try_clone().unwrap()).collect();
         self.client().arm(0, &fds).unwrap();
-        until("the end of the initialisation", || {
+        until("end of the initialisation", || {
             (self.register(0x1fc) >> 31 == 0).then_some(())
         });
         self.write_register(0x10, (QUEUE >> 32) as u32);
@@ -161,7 +161,7 @@ impl Driver {
         self.ram.write(address - RAM, data).unwrap();
     }
 
-    /// Memory of whole pages, as zeros.
+    /// Allocates zeroed memory of whole pages.
     pub fn alloc(&mut self, len: u64) -> u64 {
         let address = self.free;
         self.free += len.next_multiple_of(PAGE);
@@ -169,7 +169,7 @@ impl Driver {
         address
     }
 
-    /// Puts a command into entry `slot`, and rings.
+    /// Writes a command to entry `slot` and rings the doorbell.
     pub fn submit(&mut self, slot: u32, input: &[u8], output_len: usize) {
         let area = QUEUE + 0x1000 + u64::from(slot) * 0x8000;
         let block = wire::cmd_prot_block::BYTES;
@@ -208,7 +208,7 @@ impl Driver {
     /// Waits for a command and returns its output.
     pub fn answer(&mut self, slot: u32, output_len: usize) -> Result<Vec<u8>, Refused> {
         let entry = QUEUE + u64::from(slot) * 64;
-        let own = until("a command's end", || {
+        let own = until("command completion", || {
             let own = self.read(entry + 63, 1)[0];
             (own & 1 == 0).then_some(own)
         });
@@ -227,13 +227,13 @@ impl Driver {
         }
     }
 
-    /// Sends a command and waits for its output.
+    /// Submits a command and waits for its output.
     pub fn command(&mut self, input: &[u8], output_len: usize) -> Result<Vec<u8>, Refused> {
         self.submit(0, input, output_len);
         self.answer(0, output_len)
     }
 
-    /// Sends a command of `len` bytes that `fill` has filled in.
+    /// Executes a command of `len` bytes whose input `fill` sets.
     pub fn run(
         &mut self,
         opcode: u16,
@@ -247,7 +247,7 @@ impl Driver {
         self.command(&input, output_len)
     }
 
-    /// Initialises the adapter after a reset, with one UAR, one protection domain and one key.
+    /// Initialises the adapter after a reset: the HCA, a UAR, a protection domain and an mkey.
     pub fn init(&mut self) {
         use ifc::*;
         self.run(op::ENABLE_HCA, enable_hca_in::BYTES, enable_hca_out::BYTES, |_| {})
@@ -261,13 +261,13 @@ impl Driver {
         self.key = self.physical_key(self.pd);
     }
 
-    /// A key of all memory.
+    /// Creates an mkey of all memory with all rights.
     pub fn physical_key(&mut self, pd: u32) -> u32 {
         use ifc::mkc;
         self.physical_key_with(pd, &[mkc::LR, mkc::LW, mkc::RR, mkc::RW, mkc::A], 0x77)
     }
 
-    /// A key of all memory with these bits of its context set, and this variant.
+    /// Creates an mkey of all memory with these context bits and this variant.
     pub fn physical_key_with(&mut self, pd: u32, bits: &[Field], variant: u32) -> u32 {
         use ifc::*;
         let out = self.run(
@@ -288,7 +288,7 @@ impl Driver {
         (create_mkey_out::MKEY_INDEX.get32(&out.unwrap()) << 8) | variant
     }
 
-    /// An event queue for the events whose types are given, on this interrupt.
+    /// Creates an EQ for these event types on an interrupt vector.
     pub fn event_queue(&mut self, vector: u32, types: &[u32]) -> Ring {
         use ifc::*;
         let bytes = u64::from(ENTRIES) * EQE;
@@ -317,13 +317,13 @@ impl Driver {
         }
     }
 
-    /// Says how far an event queue was read, and asks for an interrupt.
+    /// Rings the EQ doorbell with the consumer index, and arms the EQ.
     pub fn arm_events(&mut self, ring: &Ring) {
         let offset = u64::from(self.uar) * 4096 + 0x40;
         self.write_register(offset, (ring.number << 24) | ring.next & 0xff_ffff);
     }
 
-    /// The next event, if there is one.
+    /// Returns the next event, if any.
     pub fn event(&self, ring: &mut Ring) -> Option<Vec<u8>> {
         self.entry(ring, EQE)
     }
@@ -332,7 +332,7 @@ impl Driver {
         let index = u64::from(ring.next & ((1 << ring.log_entries) - 1));
         let entry = self.read(ring.buffer + index * size, size as usize);
         let owner = (ring.next >> ring.log_entries) & 1;
-        // An entry that was never written has the owner bit of the driver.
+        // An entry that was never written has the owner bit of the driver, or an invalid opcode.
         if u32::from(entry[63] & 1) != owner || entry[63] >> 4 == 0xf {
             return None;
         }
@@ -340,7 +340,7 @@ impl Driver {
         Some(entry)
     }
 
-    /// A completion queue of `2^log_entries` entries.
+    /// Creates a CQ of `2^log_entries` entries.
     pub fn completion_queue(&mut self, eqn: u32, log_entries: u32, fill: impl FnOnce(&mut [u8])) -> Ring {
         use ifc::*;
         let bytes = CQE << log_entries;
@@ -370,7 +370,7 @@ impl Driver {
         }
     }
 
-    /// Asks a completion queue for an event: sequence number, and whether only solicited completions count.
+    /// Arms a CQ with this arm sequence number, for all or only for solicited completions.
     pub fn arm_completions(&mut self, ring: &Ring, sequence: u32, solicited: bool) {
         let word = (sequence << 28) | (u32::from(solicited) << 24) | ring.next & 0xff_ffff;
         let mut data = word.to_be_bytes().to_vec();
@@ -379,27 +379,27 @@ impl Driver {
         self.client().write(0, offset, &data).unwrap();
     }
 
-    /// Returns the next completion, if there is one, and updates the queue's consumer index.
+    /// Returns the next completion, if any, and updates the doorbell record.
     pub fn completion(&self, ring: &mut Ring) -> Option<Vec<u8>> {
         let entry = self.entry(ring, CQE)?;
         self.write(ring.record, &(ring.next & 0xff_ffff).to_be_bytes());
         Some(entry)
     }
 
-    /// The next completion, waited for.
+    /// Waits for the next completion.
     pub fn wait(&self, ring: &mut Ring) -> Vec<u8> {
-        until("a completion", || self.completion(ring))
+        until("completion", || self.completion(ring))
     }
 
-    /// A queue pair whose both queues complete into one queue, in its first state.
+    /// Creates a QP in state RST with one CQ for both queues.
     pub fn queue_pair(&mut self, service: u32, cq: &Ring, fill: impl FnOnce(&mut [u8])) -> Qp {
         self.try_queue_pair(service, cq, fill).unwrap()
     }
 
-    /// As above; it may be refused.
+    /// Creates a QP like [`Driver::queue_pair`]. The command may fail.
     pub fn try_queue_pair(&mut self, service: u32, cq: &Ring, fill: impl FnOnce(&mut [u8])) -> Result<Qp, Refused> {
         use ifc::*;
-        // Receives of 64 bytes, then sends of 64 bytes.
+        // Receive WQEs of 64 bytes, then send WQEs of 64 bytes.
         let bytes = 2 * 64 * u64::from(ENTRIES);
         let buffer = self.alloc(bytes);
         let record = self.alloc(PAGE);
@@ -429,7 +429,7 @@ impl Driver {
         })
     }
 
-    /// As [`Driver::queue_pair`], without a receive queue of its own.
+    /// Creates an RC QP with an SRQ.
     pub fn queue_pair_of_shared(&mut self, cq: &Ring, srqn: u32) -> Qp {
         let mut qp = self.queue_pair(constants::MLX5_QP_ST_RC, cq, |context| {
             ifc::qpc::RQ_TYPE.set(context, constants::MLX5_SRQ_RQ);
@@ -439,7 +439,7 @@ impl Driver {
         qp
     }
 
-    /// Changes a queue pair.
+    /// Executes a QP transition.
     pub fn modify(&mut self, opcode: u16, qp: &Qp, options: u32, fill: impl FnOnce(&mut [u8])) -> Result<(), Refused> {
         use ifc::*;
         self.run(opcode, rst2init_qp_in::BYTES, rst2init_qp_out::BYTES, |input| {
@@ -450,7 +450,7 @@ impl Driver {
         .map(drop)
     }
 
-    /// Connects a queue pair: all rights, both packet sequence numbers 7.
+    /// Connects a QP: all remote rights, both packet sequence numbers 7.
     pub fn connect(&mut self, qp: &Qp, lid: u16, remote: u32) {
         use ifc::*;
         self.modify(op::RST2INIT_QP, qp, 0, |context| {
@@ -480,7 +480,7 @@ impl Driver {
         .unwrap();
     }
 
-    /// Ends a queue pair's work: to the error state or the first one.
+    /// Executes 2ERR_QP or 2RST_QP.
     pub fn end(&mut self, opcode: u16, qp: &Qp) -> Result<(), Refused> {
         self.run(opcode, ifc::qp_2err_in::BYTES, ifc::qp_2err_out::BYTES, |input| {
             ifc::qp_2err_in::QPN.set(input, qp.number);
@@ -488,7 +488,7 @@ impl Driver {
         .map(drop)
     }
 
-    /// Posts a receive.
+    /// Posts a receive WQE.
     pub fn receive(&self, qp: &mut Qp, pieces: &[(u32, u64, u32)]) {
         let at = qp.buffer + u64::from(qp.received % ENTRIES) * 64;
         let mut entry = Vec::new();
@@ -503,8 +503,8 @@ impl Driver {
         self.write(qp.record, &(qp.received & 0xffff).to_be_bytes());
     }
 
-    /// Posts work: opcode, immediate, and the segments behind the control segment. With a completion, and one that asks
-    /// the other side for a solicited event.
+    /// Posts a send WQE with these segments after the control segment. Requests a completion, and a solicited event on
+    /// the remote side.
     pub fn send(&mut self, qp: &mut Qp, opcode: u32, immediate: u32, segments: &[Vec<u8>]) {
         let len = 16 + segments.iter().map(Vec::len).sum::<usize>();
         let mut entry = vec![0; 16];
@@ -534,21 +534,18 @@ impl Drop for Driver {
     fn drop(&mut self) {
         self.client = None;
         let good = self.server.take().unwrap().join();
-        assert!(
-            std::thread::panicking() || good.unwrap(),
-            "the device was served to a good end"
-        );
+        assert!(std::thread::panicking() || good.unwrap(), "`serve` failed");
     }
 }
 
-/// Writes the list of pages of a buffer.
+/// Writes the page list of a buffer.
 fn pages(list: &mut [u8], buffer: u64, bytes: u64) {
     for (i, page) in list.chunks_exact_mut(8).enumerate().take(bytes.div_ceil(PAGE) as usize) {
         page.copy_from_slice(&(buffer + i as u64 * PAGE).to_be_bytes());
     }
 }
 
-/// A data segment: key, address, length.
+/// Builds a data segment.
 pub fn data((key, address, len): (u32, u64, u32)) -> Vec<u8> {
     let mut segment = vec![0; 16];
     wire::wqe_data_seg::BYTE_COUNT.set(&mut segment, len);
@@ -557,7 +554,7 @@ pub fn data((key, address, len): (u32, u64, u32)) -> Vec<u8> {
     segment
 }
 
-/// A remote address segment.
+/// Builds a remote address segment.
 pub fn remote(key: u32, address: u64) -> Vec<u8> {
     let mut segment = vec![0; 16];
     wire::wqe_raddr_seg::RADDR.set(&mut segment, address);
@@ -565,7 +562,7 @@ pub fn remote(key: u32, address: u64) -> Vec<u8> {
     segment
 }
 
-/// Opcode of a completion, and the syndrome it has if it is an error.
+/// Returns the opcode of a CQE, and the syndrome of an error CQE.
 pub fn ended(entry: &[u8]) -> (u32, u32) {
     (u32::from(entry[63] >> 4), wire::err_cqe::SYNDROME.get32(entry))
 }

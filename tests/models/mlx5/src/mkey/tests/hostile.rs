@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Commands, work requests and accesses of any content.
+//! Commands, work requests and accesses with arbitrary content.
 
 use super::*;
 
 proptest! {
     #![proptest_config(config(2000))]
 
-    /// No command, no work request and no access of any content panics, and the books stay in order.
+    /// No command, work request or access panics, and the count of translations stays correct.
     #[test]
     fn hostile_values(
         steps in proptest::collection::vec((0_u8..5, any::<[u64; 6]>(), proptest::collection::vec(any::<u8>(), 0..256)), 1..40),
     ) {
         let mut keys = Mkeys::new(Limits { keys: 16, words: 4096 });
-        keys.listen_to_faults(true);
+        keys.enable_page_faults(true);
         for (step, numbers, bytes) in steps {
             let [a, b, c, d, e, f] = numbers;
-            // Keys and domains from few, so that they are met; everything else is anything.
+            // Few different mkeys, so that most steps use an existing one. All other values are arbitrary.
             let key = ((FIRST + (a % 20) as u32) << 8) | (a >> 32) as u32 & 1;
             match step {
                 0 => {
