@@ -10,7 +10,7 @@ use crate::table::{dash, number, render, text};
 use crate::{Context, Outcome};
 
 pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
-    // Without the module, or without access to it, sysfs alone has to do.
+    // Without the module, or without access to it, the scan shows only the sources that are visible in sysfs.
     let providers = context.open().and_then(|device| Ok(device.providers()?)).ok();
     let providers: Option<Vec<_>> = providers.map(|all| all.iter().map(|provider| provider.addr).collect());
     let inventory = Inventory::read_in(&context.environment.root, providers.as_deref())?;
@@ -78,7 +78,7 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
     render(&columns, &rows)
 }
 
-/// The cells that describe the device.
+/// Returns the cells that describe the device.
 fn identity(lender: &Lender) -> Vec<String> {
     let device = &lender.device;
     let bar = lender
