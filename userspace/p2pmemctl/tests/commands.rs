@@ -353,7 +353,7 @@ fn doctor_s_exit_code_shows_failures() {
 }
 
 #[test]
-fn scan_lists_lenders_and_clients_without_the_module() {
+fn scan_lists_memory_devices_and_clients_without_the_module() {
     let machine = machine(Fake::new());
     let folder = machine.root().join("sys/bus/pci/devices/0000:05:00.0");
     for (file, value) in [
@@ -381,10 +381,10 @@ fn scan_lists_lenders_and_clients_without_the_module() {
     assert!(out.contains("it has no driver"), "{out}");
     let (code, json) = machine.json(&["scan"]);
     assert_eq!(
-        (code, &json["module"], json["lenders"].as_array().unwrap().len()),
+        (code, &json["module"], json["memory_devices"].as_array().unwrap().len()),
         (0, &Value::Null, 1)
     );
-    assert_eq!(json["lenders"][0]["sources"][1]["availability"], "ready");
+    assert_eq!(json["memory_devices"][0]["sources"][1]["availability"], "ready");
 }
 
 #[test]

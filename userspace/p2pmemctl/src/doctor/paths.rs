@@ -192,15 +192,16 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
 /// Reports devices whose BAR shows only a part of the memory and could be larger.
 pub(super) fn bars(machine: &Environment) -> Check {
     const NAME: &str = "BAR sizes";
-    let lenders = Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.lenders);
-    let small: Vec<_> = lenders
+    let memory_devices =
+        Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.memory_devices);
+    let small: Vec<_> = memory_devices
         .iter()
-        .filter_map(|lender| {
-            let bar = lender.memory_bar()?;
+        .filter_map(|memory_device| {
+            let bar = memory_device.memory_bar()?;
             let most = bar.resizable_to.filter(|most| *most > bar.size)?;
             Some(format!(
                 "{} BAR {} has {}, up to {}",
-                lender.device.addr,
+                memory_device.device.addr,
                 bar.index,
                 human_size(bar.size),
                 human_size(most)
