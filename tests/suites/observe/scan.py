@@ -30,8 +30,8 @@ def scan(user=None):
     """The inventory, with the sources of each device as {backend: (availability, detail)}."""
     inventory = json.loads(run(f"{FOLDER}/p2pmemctl", "scan", "--json", user=user))
     sources = {
-        lender["addr"]: {source["backend"]: (source["availability"], source["detail"]) for source in lender["sources"]}
-        for lender in inventory["lenders"]
+        device["addr"]: {source["backend"]: (source["availability"], source["detail"]) for source in device["sources"]}
+        for device in inventory["memory_devices"]
     }
     return inventory, sources
 
@@ -45,11 +45,11 @@ def main():
     assert sources[CMB]["module"][0] == "possible" and sources[CMB]["sysfs"][0] == "ready", sources
     assert sources[ACCELERATOR]["sysfs"][0] == sources[ACCELERATOR]["vfio"][0] == "unavailable", sources
     # The sysfs source is the kernel's: its file is there, and the pool has the size that scan reports.
-    pool = next(lender["pool"] for lender in before["lenders"] if lender["addr"] == CMB)
+    pool = next(device["pool"] for device in before["memory_devices"] if device["addr"] == CMB)
     folder = f"/sys/bus/pci/devices/{CMB}/p2pmem"
     with open(f"{folder}/size", encoding="ascii") as size:
         assert pool["size"] == int(size.read()) and os.path.exists(f"{folder}/allocate"), pool
-    bar = next(lender["bars"] for lender in before["lenders"] if lender["addr"] == ACCELERATOR)[-1]
+    bar = next(device["bars"] for device in before["memory_devices"] if device["addr"] == ACCELERATOR)[-1]
     assert bar["size"] == os.stat(f"/sys/bus/pci/devices/{ACCELERATOR}/resource{bar['index']}").st_size, bar
     clients = {client["addr"] for client in before["clients"]}
     assert {NVME, CMB, ACCELERATOR} <= clients, clients

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Serves what the module counts to Prometheus: `GET /metrics` gives OpenMetrics text.
+//! Serves the module's counters and gauges to Prometheus: `GET /metrics` returns OpenMetrics text.
 
 mod metrics;
 
@@ -15,7 +15,7 @@ use tiny_http::{Header, Method, Request, Response, Server};
 
 pub use metrics::render;
 
-/// The media type of the answer.
+/// Media type of the response.
 const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Serve the metrics of PCI peer-to-peer memory to Prometheus.
@@ -24,15 +24,15 @@ const OPENMETRICS: &str = "application/openmetrics-text; version=1.0.0; charset=
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 100)]
 struct Cli {
-    /// Address and port to listen on; port 0: any that is free.
+    /// Address and port to listen on; port 0 selects a free port.
     #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:9835")]
     listen: String,
 
-    /// The module's device.
+    /// Device file of p2pmem.
     #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
     device: PathBuf,
 
-    /// Print the metrics once, and end.
+    /// Print the metrics once, and exit.
     #[arg(long)]
     once: bool,
 }
@@ -58,40 +58,40 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     let server = Arc::new(server.with_context(|| format!("cannot listen on {}", cli.listen))?);
     println!("serving http://{}/metrics", server.server_addr());
     let ended = server.clone();
-    ctrlc::set_handler(move || ended.unblock()).context("cannot wait for signals")?;
+    ctrlc::set_handler(move || ended.unblock()).context("cannot catch signals")?;
     serve(&server, &cli.device);
     Ok(())
 }
 
-/// Answers requests, one after the other, until the server is unblocked.
+/// Answers requests, one at a time, until the server is unblocked.
 fn serve(server: &Server, device: &Path) {
     let mut said = None;
-    // An error is that of the end.
+    // recv() returns an error only after unblock().
     while let Ok(request) = server.recv() {
         let error = answer(request, device).map(|error| error.to_string());
-        // The same thing every fifteen seconds would fill the log.
+        // Print an error only when it changes: the same message at every scrape would fill the log.
         if error != said {
             match &error {
                 Some(error) => eprintln!("p2pmem-exporter: {error}"),
-                None => eprintln!("p2pmem-exporter: the module answers again"),
+                None => eprintln!("p2pmem-exporter: the module is available again"),
             }
             said = error;
         }
     }
 }
 
-/// Answers one request. Returns why the module did not answer where it did not.
+/// Answers one request. Returns the error if the module is not available.
 fn answer(request: Request, device: &Path) -> Option<p2pmem::Error> {
     let path = request.url().split('?').next().unwrap_or_default();
     let reads = matches!(request.method(), Method::Get | Method::Head);
     let (code, text, error) = match (reads, path) {
-        (false, _) => (405, "only GET is possible\n".to_owned(), None),
+        (false, _) => (405, "only GET is supported\n".to_owned(), None),
         (true, "/metrics") => match render(|| Device::open_path(device)) {
             Ok((text, error)) => (200, text, error),
-            Err(_) => (500, "the metrics cannot be written down\n".to_owned(), None),
+            Err(_) => (500, "the metrics cannot be encoded\n".to_owned(), None),
         },
         (true, "/") => (200, "The metrics are at /metrics.\n".to_owned(), None),
-        (true, _) => (404, "there is nothing but /metrics\n".to_owned(), None),
+        (true, _) => (404, "not found: the metrics are at /metrics\n".to_owned(), None),
     };
     let mut response = Response::from_string(text).with_status_code(code);
     let kind = if code == 200 && path == "/metrics" {
@@ -114,7 +114,7 @@ mod tests {
 
     use super::*;
 
-    fn ask(server: &Server, request: &str) -> String {
+    fn get(server: &Server, request: &str) -> String {
         let mut stream = TcpStream::connect(server.server_addr().to_ip().unwrap()).unwrap();
         write!(stream, "{request}\r\nHost: localhost\r\nConnection: close\r\n\r\n").unwrap();
         let mut text = String::new();
@@ -135,10 +135,10 @@ mod tests {
                 "application/openmetrics-text; version=1.0.0",
             ),
             ("GET / HTTP/1.1", 200, "/metrics"),
-            ("GET /other HTTP/1.1", 404, "nothing but /metrics"),
+            ("GET /other HTTP/1.1", 404, "not found: "),
             ("POST /metrics HTTP/1.1", 405, "only GET"),
         ] {
-            let answer = ask(&server, request);
+            let answer = get(&server, request);
             assert!(
                 answer.starts_with(&format!("HTTP/1.1 {status} ")),
                 "{request}: {answer}"
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_valid() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! p2pmem-exporter: metrics of PCI peer-to-peer memory for Prometheus. What it does is in the library beside it.
+//! p2pmem-exporter: metrics of PCI peer-to-peer memory for Prometheus. The implementation is in the library.
 
 use std::process::ExitCode;
 

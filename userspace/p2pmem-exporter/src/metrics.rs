@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the module says, as metrics.
+//! The module's state as metrics.
 //!
-//! Nothing is counted here: a scrape asks the module, whose counters last as long as it is loaded.
+//! The exporter counts nothing: each scrape reads the module's counters, which start at 0 when the module is loaded.
 
 use p2pmem::{Device, Info, Provider, Stats};
 use prometheus_client::collector::Collector;
@@ -11,13 +11,13 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-/// The result of a scrape.
+/// State of the module during a scrape.
 #[derive(Debug)]
 struct Snapshot {
     info: Info,
-    /// What was counted of all providers there ever were.
+    /// Sums over all providers since the module was loaded.
     all: Stats,
-    /// The providers there are, and what was counted of each.
+    /// The current providers and their counters.
     providers: Vec<(Provider, Stats)>,
 }
 
@@ -31,81 +31,81 @@ impl Snapshot {
     }
 }
 
-/// A metric with one value for each provider.
+/// A metric with one value per provider: name, help text, unit, and value.
 struct Gauge(&'static str, &'static str, Option<Unit>, fn(&Provider) -> u64);
 
 const GAUGES: &[Gauge] = &[
-    Gauge("size", "Memory that can be handed out", Some(Unit::Bytes), |p| p.size),
-    Gauge("free", "Memory that is free", Some(Unit::Bytes), |p| p.free),
-    Gauge("largest", "Largest free piece", Some(Unit::Bytes), |p| p.largest),
+    Gauge(
+        "size",
+        "Memory available for buffers when all is free",
+        Some(Unit::Bytes),
+        |p| p.size,
+    ),
+    Gauge("free", "Free memory", Some(Unit::Bytes), |p| p.free),
+    Gauge("largest", "Largest contiguous free memory", Some(Unit::Bytes), |p| {
+        p.largest
+    }),
     Gauge(
         "kernel_reserve",
-        "Memory left to the kernel's own users",
+        "Memory reserved for drivers of the kernel",
         Some(Unit::Bytes),
         |p| p.kernel_reserve,
     ),
     Gauge(
         "pinned",
-        "Freed memory whose pages others still refer to",
+        "Freed memory whose pages still have references",
         Some(Unit::Bytes),
         |p| p.pinned,
     ),
     Gauge(
         "scrubbing",
-        "Freed memory that waits to be cleared",
+        "Freed memory that is not cleared yet",
         Some(Unit::Bytes),
         |p| p.scrubbing,
     ),
     Gauge("buffers", "Live buffers", None, |p| p.buffers.into()),
-    Gauge("dma_bufs", "Dma-bufs that are not closed yet", None, |p| {
-        p.exports.into()
-    }),
+    Gauge("dma_bufs", "Open dma-bufs", None, |p| p.exports.into()),
 ];
 
-/// A counter of the module's, of each provider and of all there ever were.
+/// A counter per provider, and its sum: name, help text, unit, and value.
 struct Counter(&'static str, &'static str, Option<Unit>, fn(&Stats) -> u64);
 
 const COUNTERS: &[Counter] = &[
     Counter("allocs", "Buffers allocated", None, |s| s.allocs),
-    Counter("frees", "Buffers whose memory came back", None, |s| s.frees),
-    Counter("refused", "Requests that got no memory from anyone", None, |s| s.failed),
+    Counter("frees", "Buffers freed", None, |s| s.frees),
+    Counter("refused", "Requests that were refused", None, |s| s.failed),
     Counter("allocated", "Bytes of buffers allocated", Some(Unit::Bytes), |s| {
         s.alloc_bytes
     }),
-    Counter(
-        "freed",
-        "Bytes of buffers whose memory came back",
-        Some(Unit::Bytes),
-        |s| s.free_bytes,
-    ),
-    Counter("maps", "User mappings made", None, |s| s.maps),
+    Counter("freed", "Bytes of buffers freed", Some(Unit::Bytes), |s| s.free_bytes),
+    Counter("maps", "User mappings created", None, |s| s.maps),
     Counter("scrubbed", "Bytes cleared between owners", Some(Unit::Bytes), |s| {
         s.scrubbed_bytes
     }),
     Counter(
         "pinned_buffers",
-        "Freed buffers whose pages others still referred to",
+        "Freed buffers whose pages still had references",
         None,
         |s| s.pinned,
     ),
-    Counter("revoked", "Buffers ended by a revocation", None, |s| s.revoked),
-    Counter("exports", "Dma-bufs made", None, |s| s.exports),
+    Counter("revoked", "Buffers revoked", None, |s| s.revoked),
+    Counter("exports", "Dma-bufs exported", None, |s| s.exports),
     Counter("attaches", "Importers attached to dma-bufs", None, |s| s.attaches),
     Counter("attaches_refused", "Importers that were refused", None, |s| {
         s.attach_failed
     }),
 ];
 
-/// Which provider a value is of.
+/// Labels of a value of a provider.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Of {
+struct ProviderLabels {
     provider: u32,
     function: String,
 }
 
-/// What does not change of a provider.
+/// Labels that describe a provider.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct About {
+struct ProviderInfo {
     provider: u32,
     function: String,
     kind: String,
@@ -114,14 +114,14 @@ struct About {
     numa_node: String,
 }
 
-/// The module's version.
+/// Label with the module's version.
 #[derive(Clone, Debug, EncodeLabelSet)]
-struct Version {
+struct ModuleInfo {
     version: String,
     abi: u32,
 }
 
-impl Of {
+impl ProviderLabels {
     fn provider(provider: &Provider) -> Self {
         Self {
             provider: provider.id,
@@ -141,8 +141,8 @@ impl Collector for Snapshot {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
         let Self { info, all, providers } = self;
         let one = ConstGauge::new(1_u64);
-        let mut family = encoder.encode_descriptor("module", "The module that is loaded", None, one.metric_type())?;
-        let version = Version {
+        let mut family = encoder.encode_descriptor("module", "The loaded module", None, one.metric_type())?;
+        let version = ModuleInfo {
             version: info.version.clone(),
             abi: info.abi_version,
         };
@@ -150,14 +150,14 @@ impl Collector for Snapshot {
         gauge(
             &mut encoder,
             "providers",
-            "Providers there are",
+            "Number of providers",
             None,
             info.providers.into(),
         )?;
 
-        let mut family = encoder.encode_descriptor("provider", "A provider", None, one.metric_type())?;
+        let mut family = encoder.encode_descriptor("provider", "Properties of a provider", None, one.metric_type())?;
         for (provider, _) in providers {
-            let about = About {
+            let about = ProviderInfo {
                 provider: provider.id,
                 function: provider.addr.to_string(),
                 kind: provider.kind.to_string(),
@@ -171,38 +171,44 @@ impl Collector for Snapshot {
             let name = format!("provider_{name}");
             let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), one.metric_type())?;
             for (provider, _) in providers {
-                ConstGauge::new(value(provider)).encode(family.encode_family(&Of::provider(provider))?)?;
+                ConstGauge::new(value(provider)).encode(family.encode_family(&ProviderLabels::provider(provider))?)?;
             }
         }
         for Counter(name, help, unit, value) in COUNTERS {
             let counter = ConstCounter::new(value(all));
-            let whole = format!("{help}, of all providers there ever were");
+            let whole = format!("{help}, sum over all providers since the module was loaded");
             counter.encode(encoder.encode_descriptor(name, &whole, unit.as_ref(), counter.metric_type())?)?;
             let name = format!("provider_{name}");
             let mut family = encoder.encode_descriptor(&name, help, unit.as_ref(), counter.metric_type())?;
             for (provider, stats) in providers {
-                ConstCounter::new(value(stats)).encode(family.encode_family(&Of::provider(provider))?)?;
+                ConstCounter::new(value(stats)).encode(family.encode_family(&ProviderLabels::provider(provider))?)?;
             }
         }
         Ok(())
     }
 }
 
-/// Whether the module answers: a metric that is always there.
+/// The metric that shows whether the module is available. Always present.
 #[derive(Debug)]
 struct Up(bool);
 
 impl Collector for Up {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
-        gauge(&mut encoder, "up", "Whether the module answers", None, self.0.into())
+        gauge(
+            &mut encoder,
+            "up",
+            "Whether the module is available",
+            None,
+            self.0.into(),
+        )
     }
 }
 
-/// All metrics as OpenMetrics text, and why the module did not answer where it did not.
+/// Returns all metrics as OpenMetrics text, and the error if the module is not available.
 ///
 /// # Errors
 ///
-/// They cannot be written down.
+/// The metrics cannot be encoded.
 pub fn render(
     open: impl FnOnce() -> p2pmem::Result<Device>,
 ) -> Result<(String, Option<p2pmem::Error>), std::fmt::Error> {
@@ -228,14 +234,14 @@ mod tests {
 
     use super::*;
 
-    /// The value of a metric, by its name with labels.
+    /// Returns the value of a metric, by its name with labels.
     fn value(text: &str, name: &str) -> Option<u64> {
         let line = text.lines().find(|line| line.starts_with(&format!("{name} ")))?;
         line.rsplit_once(' ')?.1.parse().ok()
     }
 
     #[test]
-    fn what_the_module_counts_is_what_is_told() {
+    fn the_module_s_counters_are_reported() {
         let fake = Fake::example();
         let device = fake.device();
         let buffer = device.alloc(&Request::new(1 << 20).provider(1)).unwrap();
@@ -273,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_provider_that_left_is_in_the_sums_alone() {
+    fn a_removed_provider_is_only_in_the_sums() {
         let fake = Fake::example();
         let device = fake.device();
         drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
@@ -284,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn without_the_module_it_says_so() {
+    fn without_the_module_up_is_0() {
         let (text, error) = render(|| Device::open_path("/nonexistent")).unwrap();
         assert_eq!(value(&text, "p2pmem_up"), Some(0));
         assert!(error.is_some() && text.ends_with("# EOF\n") && !text.contains("p2pmem_providers"));

@@ -15,11 +15,11 @@ pub const PORT: u16 = 18520;
 
 /// Measure RDMA between two nodes, from and to host memory and accelerators' memory.
 ///
-/// One node runs `p2pmem-perf serve`, the other `p2pmem-perf run HOST`. The client says what is tried; each side says
-/// what its own memory is. Messages go over a reliable connection of each NIC; addresses are exchanged over TCP.
+/// Run `p2pmem-perf serve` on one node and `p2pmem-perf run HOST` on the other. The client chooses the test; each side
+/// chooses its own memory. Each NIC uses one reliable connection; both sides exchange addresses over TCP.
 ///
-/// Sizes take the units K, M, G (powers of 1024). Exit codes: 0 done, 1 failed (the reason is printed) or wrong bytes,
-/// 2 bad usage.
+/// Sizes accept the units K, M, G (powers of 1024). Exit codes: 0 success, 1 error (printed) or wrong bytes,
+/// 2 invalid arguments.
 #[derive(Debug, Parser)]
 #[command(name = "p2pmem-perf", version, max_term_width = 100)]
 pub struct Cli {
@@ -27,39 +27,39 @@ pub struct Cli {
     #[arg(long, global = true)]
     pub json: bool,
 
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
-    /// Wait for a client, and do with it what it asks for.
+    /// Wait for a client, and run the test that the client requests.
     Serve(ServeArgs),
     /// Connect to a server, and measure.
     Run(RunArgs),
-    /// Measure what it costs to register memory, without a server.
+    /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
-    /// Have a buffer end while its registration is kept, for stale-run.
+    /// End a buffer while its registration is kept, for stale-run.
     StaleServe(StaleServeArgs),
-    /// Try to write into a stale-serve's buffer after its end: every write has to be refused.
+    /// Try to write to the buffer of stale-serve after its end: the NIC must reject every write.
     StaleRun(StaleRunArgs),
 }
 
-/// What memory the payload is in.
+/// Kind of memory for the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Kind {
+pub enum MemoryKind {
     /// Host memory.
     Cpu,
-    /// A p2pmem buffer near the NIC, registered as a dma-buf where the kernel wants that.
+    /// A p2pmem buffer near the NIC, registered as a dma-buf if the kernel supports this.
     Accelerator,
-    /// A p2pmem buffer of a provider without struct pages: only RDMA and dma-bufs reach it.
+    /// A p2pmem buffer of a provider without struct pages: only RDMA and dma-bufs can use it.
     Pageless,
 }
 
-impl Kind {
-    /// Its name on the command line.
+impl MemoryKind {
+    /// Returns the name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
@@ -69,42 +69,42 @@ impl Kind {
     }
 }
 
-/// This side's part of a test.
+/// Options of either side of a test.
 #[derive(Debug, Clone, Args)]
 pub struct OwnArgs {
-    /// NICs, each with a connection of its own; default: the first with an active port.
+    /// NICs, with one connection each [default: the first NIC with an active port]
     #[arg(long, value_delimiter = ',', value_name = "NIC")]
     pub nic: Vec<String>,
 
-    /// Where the payload is on this side.
+    /// Kind of memory for the payload on this side.
     #[arg(long, value_enum, default_value = "cpu")]
-    pub memory: Kind,
+    pub memory: MemoryKind,
 
-    /// The provider whose memory it is, by id or PCI address; default: the one nearest to the NIC.
+    /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
     #[arg(long, value_name = "PROVIDER")]
     pub provider: Option<String>,
 
-    /// The module's device.
+    /// Device file of p2pmem.
     #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
     pub device: PathBuf,
 
-    /// Index of the GID to use, which matters on Ethernet only.
+    /// Index of the GID to use; only relevant on Ethernet.
     #[arg(long, value_name = "INDEX", default_value_t = 0)]
     pub gid_index: u8,
 
-    /// Sleep until a completion comes, instead of asking for it all the time.
+    /// Sleep until a completion arrives, instead of polling.
     #[arg(long)]
     pub events: bool,
 
-    /// Longest wait for anything: the other side, or a completion.
+    /// Longest wait for the other side or for a completion.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub timeout: Duration,
 }
 
-/// What the server needs to know.
+/// Options of the server.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// This side's part.
+    /// Options of this side.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -116,22 +116,22 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = PORT)]
     pub port: u16,
 
-    /// Memory that a client may ask for, for each NIC.
+    /// Maximum memory per NIC that a client may request.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4G")]
     pub most: u64,
 
-    /// Serve one client after the other, without an end.
+    /// Serve one client after another, until the program is interrupted.
     #[arg(long)]
     pub forever: bool,
 }
 
-/// What the client needs to know.
+/// Options of the client.
 #[derive(Debug, Args)]
 pub struct RunArgs {
     /// The server.
     pub host: String,
 
-    /// This side's part.
+    /// Options of this side.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -139,43 +139,43 @@ pub struct RunArgs {
     #[arg(long, default_value_t = PORT)]
     pub port: u16,
 
-    /// What messages do.
+    /// RDMA operation of the messages.
     #[arg(long, value_enum, default_value = "write")]
     pub mode: Mode,
 
-    /// Sizes of messages, as 2M or 4K,64K or 4K-64M (each twice the one before).
+    /// Message sizes, such as 2M, 4K,64K, or 4K-64M (each twice the size before).
     #[arg(long, value_name = "SIZES", default_value = "2M", value_parser = messages)]
     pub size: Sizes,
 
-    /// Messages of each size, by each NIC.
+    /// Number of messages of each size, per NIC.
     #[arg(long, short = 'n', value_name = "N", default_value_t = 2000)]
     pub iters: u64,
 
-    /// Move no more than so many bytes of each size by each NIC.
+    /// Maximum number of bytes of each size, per NIC.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub volume: Option<u64>,
 
-    /// Messages in flight at once.
+    /// Maximum number of messages in flight.
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub depth: u32,
 
-    /// Memory for messages of a size on each side, unless two messages are larger.
+    /// Memory for the messages of one size on each side. Two messages always fit, also if they are larger.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "32M")]
     pub buffer: u64,
 
-    /// Hand each write over: the server says when it has handled it, and the client asks for that by RDMA READ.
+    /// Acknowledge each write: the server counts handled messages, and the client reads the counter by RDMA READ.
     #[arg(long)]
     pub handshake: bool,
 
-    /// Move the payload through host memory on both sides, copied by the processor. Hands each write over, too.
+    /// Copy the payload through host memory on both sides, by the processor. Implies --handshake.
     #[arg(long)]
     pub staged: bool,
 
-    /// Compare every byte of the target afterwards.
+    /// Compare every byte of the target after the messages.
     #[arg(long)]
     pub verify: bool,
 
-    /// Seed of the payload.
+    /// Seed of the pattern.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
@@ -199,26 +199,26 @@ impl RunArgs {
     }
 }
 
-/// What registering is measured with.
+/// Options of `register`.
 #[derive(Debug, Args)]
 pub struct RegisterArgs {
-    /// The NIC; default: the first with an active port.
+    /// The NIC [default: the first NIC with an active port]
     #[arg(long)]
     pub nic: Option<String>,
 
     /// Kinds of memory to register.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,accelerator")]
-    pub memory: Vec<Kind>,
+    pub memory: Vec<MemoryKind>,
 
-    /// The provider of what is not host memory, by id or PCI address; default: the one nearest to the NIC.
+    /// The provider of device memory, by id or PCI address [default: the provider nearest to the NIC]
     #[arg(long, value_name = "PROVIDER")]
     pub provider: Option<String>,
 
-    /// The module's device.
+    /// Device file of p2pmem.
     #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
     pub device: PathBuf,
 
-    /// Instead of kinds of memory: a mapping of this file or device, registered by ibv_reg_mr().
+    /// Register a mapping of this file or device by ibv_reg_mr(), instead of the kinds of memory.
     #[arg(long, value_name = "PATH", conflicts_with_all = ["memory", "provider"])]
     pub mmap: Option<PathBuf>,
 
@@ -226,15 +226,15 @@ pub struct RegisterArgs {
     #[arg(long, value_name = "SIZES", default_value = "2M-256M")]
     pub size: Sizes,
 
-    /// Registrations of each size.
+    /// Number of registrations of each size.
     #[arg(long, short = 'n', value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub iters: u32,
 }
 
-/// Whose buffer is to end, and how.
+/// Options of `stale-serve`.
 #[derive(Debug, Args)]
 pub struct StaleServeArgs {
-    /// This side's part.
+    /// Options of this side.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -246,18 +246,18 @@ pub struct StaleServeArgs {
     #[arg(long, default_value_t = PORT)]
     pub port: u16,
 
-    /// Shell command that ends the buffer, as: p2pmemctl unpublish 0000:03:00.0
+    /// Shell command that ends the buffer, such as: p2pmemctl unpublish 0000:03:00.0
     #[arg(long, value_name = "COMMAND")]
     pub end: String,
 }
 
-/// Who tries to write.
+/// Options of `stale-run`.
 #[derive(Debug, Args)]
 pub struct StaleRunArgs {
     /// The server.
     pub host: String,
 
-    /// This side's part.
+    /// Options of this side.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -265,20 +265,20 @@ pub struct StaleRunArgs {
     #[arg(long, default_value_t = PORT)]
     pub port: u16,
 
-    /// Writes to try.
+    /// Number of writes to try.
     #[arg(long, value_name = "N", default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub attempts: u32,
 
-    /// Seed of the words that are written.
+    /// Seed of the marker words.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "give a number of seconds".to_owned())?;
+    let seconds: f64 = text.parse().map_err(|_| "specify a number of seconds".to_owned())?;
     match Duration::try_from_secs_f64(seconds) {
         Ok(limit) if limit >= Duration::from_millis(1) && limit <= Duration::from_secs(86400) => Ok(limit),
-        _ => Err("give a number of seconds, from 0.001 to 86400".into()),
+        _ => Err("specify a number of seconds, from 0.001 to 86400".into()),
     }
 }
 
@@ -288,7 +288,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_valid() {
         Cli::command().debug_assert();
     }
 
@@ -304,7 +304,7 @@ mod tests {
             (Mode::Write, &[2 << 20][..], 2000)
         );
         assert_eq!(test.check(), Ok(()));
-        assert_eq!(args.own.memory, Kind::Cpu);
+        assert_eq!(args.own.memory, MemoryKind::Cpu);
     }
 
     #[test]

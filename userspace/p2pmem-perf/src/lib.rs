@@ -2,19 +2,19 @@
 
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
-//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`lane`], with its
-//! [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] checks that every byte arrived, [`stats`] measures
-//! the rate and the latencies. [`registration`] measures the cost of registering memory; [`stale`] tries to write to a
-//! buffer after its end.
+//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`session`], with
+//! its [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
+//! measures bandwidth and message rate. [`registration`] measures the time of a registration; [`stale`] tries to write
+//! to a buffer after its end.
 
 pub mod cli;
 pub mod client;
-pub mod lane;
 pub mod memory;
 pub mod pattern;
 pub mod registration;
 pub mod report;
 pub mod server;
+pub mod session;
 pub mod sizes;
 pub mod stale;
 pub mod stats;
@@ -40,7 +40,7 @@ pub fn main() -> ExitCode {
         Err(error) => {
             if cli.json {
                 let value = serde_json::json!({ "error": wire::reason(&error), "remedy": remedy(&error) });
-                // Where even that cannot be written the exit code is all that is left to say.
+                // If the output is not writable, the exit code reports the error.
                 let _ = writeln!(out, "{value}");
             }
             eprintln!("p2pmem-perf: {error:#}");
@@ -52,11 +52,11 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Does what the command line says. Returns whether nothing was found to be wrong.
+/// Runs the command. Returns whether no wrong byte was found.
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the command. The message says what to do.
 pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),

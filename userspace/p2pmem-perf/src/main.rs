@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! p2pmem-perf: the transfer benchmark. What it does is in the library beside it, where tests can reach it.
+//! p2pmem-perf: the transfer benchmark. The implementation is in the library, so that tests can call it.
 
 use std::process::ExitCode;
 

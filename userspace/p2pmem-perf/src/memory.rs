@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The memory that a test's payload is in: host memory, or a p2pmem buffer near the NIC.
+//! The memory for the payload: host memory, or a p2pmem buffer near the NIC.
 
 use std::fs::File;
 use std::path::Path;
@@ -9,25 +9,25 @@ use std::sync::Arc;
 use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
 
-use crate::cli::Kind;
+use crate::cli::MemoryKind;
 use crate::sys::verbs::{BufferMemory, Domain, HostMemory, Segment};
 use crate::sys::Span;
 use crate::wire::Window;
 
-/// Where a side's payload may be: its kind of memory, and how to get at it.
+/// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
-pub struct Place<'a> {
+pub struct MemoryOptions<'a> {
     /// The kind of memory.
-    pub kind: Kind,
-    /// The provider to take it from.
+    pub kind: MemoryKind,
+    /// The provider of the buffer; `None` selects one near the NIC.
     pub provider: Option<&'a str>,
-    /// The module's device.
+    /// Path of the device file of p2pmem.
     pub device: &'a Path,
 }
 
-/// Registered memory. The program reaches it as a [`Span`], the NIC by its keys.
+/// Registered memory. The program accesses it by a [`Span`], the NIC by keys.
 pub struct Memory {
-    // Dropped in this order: the registration before the memory.
+    // Fields are dropped in this order: the registration before the memory.
     registered: Registered,
     span: Span,
     provider: Option<Provider>,
@@ -39,27 +39,27 @@ enum Registered {
 }
 
 impl Memory {
-    /// Gets and registers memory.
+    /// Allocates and registers memory.
     ///
     /// # Errors
     ///
-    /// There is no such memory, or the NIC cannot have it; with what to do.
-    pub fn new(place: Place<'_>, domain: &Arc<Domain>, bytes: u64) -> Result<Self> {
-        let source = Source::new(place, domain.nic().name(), bytes)?;
+    /// No such memory is available, or the NIC rejects it. The message says what to do.
+    pub fn new(options: MemoryOptions<'_>, domain: &Arc<Domain>, bytes: u64) -> Result<Self> {
+        let source = UnregisteredMemory::new(options, domain.nic().name(), bytes)?;
         source.register(domain)
     }
 
-    /// What the program reads and writes it by.
+    /// Returns the memory as the program accesses it.
     pub fn span(&self) -> &Span {
         &self.span
     }
 
-    /// The provider that it is a part of; none for host memory.
+    /// Returns the provider of the memory; `None` for host memory.
     pub fn provider(&self) -> Option<&Provider> {
         self.provider.as_ref()
     }
 
-    /// How it was registered.
+    /// Returns the registration method.
     pub fn method(&self) -> String {
         match &self.registered {
             Registered::Host(_) => "reg-mr".into(),
@@ -67,7 +67,7 @@ impl Memory {
         }
     }
 
-    /// The address of its first byte, and its keys: (address, local, remote).
+    /// Returns (address of the first byte, local key, remote key).
     fn keys(&self) -> (u64, u32, u32) {
         match &self.registered {
             Registered::Host(memory) => {
@@ -81,18 +81,18 @@ impl Memory {
         }
     }
 
-    /// `bytes` from byte `at` on, for this side's work requests.
-    pub fn piece(&self, at: u64, bytes: u64) -> Segment {
+    /// Returns `bytes` bytes from byte `at`, for this side's work requests.
+    pub fn segment(&self, at: u64, bytes: u64) -> Segment {
         let (address, lkey, _) = self.keys();
         Segment {
             address: address + at,
-            // Messages are 1 GiB at most.
+            // A message has at most 1 GiB.
             bytes: bytes as u32,
             lkey,
         }
     }
 
-    /// `bytes` from byte `at` on, for the other side.
+    /// Returns `bytes` bytes from byte `at`, for the peer.
     pub fn window(&self, at: u64, bytes: u64) -> Window {
         let (address, _, rkey) = self.keys();
         Window {
@@ -102,12 +102,12 @@ impl Memory {
         }
     }
 
-    /// Ends the registration and gives the memory back, to be registered again.
+    /// Ends the registration. Returns the memory, which can be registered again.
     ///
     /// # Errors
     ///
-    /// The NIC does not let go.
-    pub fn deregister(self) -> Result<Source> {
+    /// Those of `ibv_dereg_mr()` and [`p2pmem::Registration::deregister`].
+    pub fn deregister(self) -> Result<UnregisteredMemory> {
         let buffer = match self.registered {
             Registered::Host(memory) => {
                 memory.deregister().context("ending the registration of host memory")?;
@@ -118,7 +118,7 @@ impl Memory {
                 Some(buffer)
             }
         };
-        Ok(Source {
+        Ok(UnregisteredMemory {
             span: self.span,
             buffer,
             provider: self.provider,
@@ -127,24 +127,24 @@ impl Memory {
 }
 
 /// Memory that is not registered.
-pub struct Source {
+pub struct UnregisteredMemory {
     span: Span,
     buffer: Option<Buffer>,
     provider: Option<Provider>,
 }
 
-impl Source {
-    /// Gets memory near a NIC.
+impl UnregisteredMemory {
+    /// Allocates memory near a NIC.
     ///
     /// # Errors
     ///
-    /// There is not as much; with what to do.
-    pub fn new(place: Place<'_>, nic: &str, bytes: u64) -> Result<Self> {
-        if place.kind == Kind::Cpu {
-            let len = usize::try_from(bytes).context("more memory than there are addresses")?;
+    /// Not enough memory is available. The message says what to do.
+    pub fn new(options: MemoryOptions<'_>, nic: &str, bytes: u64) -> Result<Self> {
+        if options.kind == MemoryKind::Cpu {
+            let len = usize::try_from(bytes).context("the size exceeds the address space")?;
             let span = Span::host(len).with_context(|| {
                 format!(
-                    "{} of host memory are not to be had: try fewer or smaller messages (--buffer, --size)",
+                    "cannot allocate {} of host memory: use fewer or smaller messages (--buffer, --size)",
                     human_size(bytes)
                 )
             })?;
@@ -154,10 +154,10 @@ impl Source {
                 provider: None,
             });
         }
-        let device = Device::open_path(place.device)?;
+        let device = Device::open_path(options.device)?;
         let buffer = device
-            .alloc(&request(place, &device, nic, bytes)?)
-            .with_context(|| format!("{} near {nic}", human_size(bytes)))?;
+            .alloc(&request(options, &device, nic, bytes)?)
+            .with_context(|| format!("allocating {} near {nic}", human_size(bytes)))?;
         let provider = device.providers()?.into_iter().find(|p| p.id == buffer.provider());
         Ok(Self {
             span: Span::buffer(buffer.map()?),
@@ -166,13 +166,13 @@ impl Source {
         })
     }
 
-    /// The first bytes of a file or device that can be mapped.
+    /// Maps the first bytes of a file or device.
     ///
     /// # Errors
     ///
-    /// It cannot be opened, or mapped.
+    /// The file cannot be opened or mapped.
     pub fn mapped(path: &Path, bytes: u64) -> Result<Self> {
-        let len = usize::try_from(bytes).context("more memory than there are addresses")?;
+        let len = usize::try_from(bytes).context("the size exceeds the address space")?;
         let what = || format!("mapping {} of {}", human_size(bytes), path.display());
         let file = File::options().read(true).write(true).open(path).with_context(what)?;
         Ok(Self {
@@ -182,17 +182,17 @@ impl Source {
         })
     }
 
-    /// Registers it.
+    /// Registers the memory.
     ///
     /// # Errors
     ///
-    /// The NIC cannot have it; with what to do.
+    /// The NIC rejects the memory. The message says what to do.
     pub fn register(self, domain: &Arc<Domain>) -> Result<Memory> {
         let registered = match self.buffer {
             Some(buffer) => Registered::Buffer(BufferMemory::register(domain, &buffer)?, buffer),
             None => Registered::Host(HostMemory::register(domain, &self.span).with_context(|| {
                 format!(
-                    "{} does not take {} by ibv_reg_mr(): may this program pin as much (ulimit -l)?",
+                    "{} cannot register {} by ibv_reg_mr(): does the limit of pinned memory (ulimit -l) permit this?",
                     domain.nic().name(),
                     human_size(self.span.len() as u64)
                 )
@@ -206,30 +206,30 @@ impl Source {
     }
 }
 
-/// The request for memory of that kind, near the NIC.
-fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
+/// Returns the request for a buffer of the kind, near the NIC.
+fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
     let providers = device.providers()?;
-    let wanted = |provider: &Provider| provider.pageless == (place.kind == Kind::Pageless);
-    let name = place.kind.name();
+    let wanted = |provider: &Provider| provider.pageless == (options.kind == MemoryKind::Pageless);
+    let name = options.kind.name();
     let near = Request::new(bytes).near([Client::resolve(nic)?]);
-    if let Some(chosen) = place.provider {
+    if let Some(chosen) = options.provider {
         let found = providers
             .iter()
             .find(|p| p.id.to_string() == chosen || p.addr.to_string() == chosen);
         let Some(found) = found else {
-            bail!("there is no provider {chosen}: `p2pmemctl list` has all");
+            bail!("no provider {chosen} exists: `p2pmemctl list` lists all");
         };
         if !wanted(found) {
-            bail!("the memory of provider {chosen} is not of the kind {name}: `p2pmemctl list` shows its mode");
+            bail!("provider {chosen} has no memory of the kind {name}: `p2pmemctl list` shows its mode");
         }
         return Ok(near.provider(found.id));
     }
-    // The orchestrator knows the nearest provider but not the wanted kind, so it decides if all providers are of that kind.
+    // The module does not choose by kind, so it can choose only if all providers are of this kind.
     let kind: Vec<_> = providers.iter().filter(|provider| wanted(provider)).collect();
     if kind.is_empty() {
         bail!(
-            "no provider has memory of the kind {name}: publish a device's first (p2pmemctl publish <device>{})",
-            if place.kind == Kind::Pageless {
+            "no provider has memory of the kind {name}: publish a device (p2pmemctl publish <device>{})",
+            if options.kind == MemoryKind::Pageless {
                 " --mode pageless"
             } else {
                 ""
@@ -239,7 +239,8 @@ fn request(place: Place<'_>, device: &Device, nic: &str, bytes: u64) -> Result<R
     if kind.len() == providers.len() {
         return Ok(near);
     }
-    // Otherwise the nearest provider of the kind, by the orchestrator's order; if none has space, the nearest one reports that.
+    // Otherwise use the nearest provider of the kind, in the module's order. If none has space, the nearest one reports
+    // that.
     let explanation = device.explain(&near)?;
     let best = explanation
         .verdicts

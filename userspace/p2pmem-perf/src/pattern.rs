@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What is sent, and whether it arrived: a pattern that differs in every word of every slot, written before the run and
-//! compared byte by byte after it.
+//! The payload: a pattern that differs in every word of every slot. The test writes the pattern before the messages and
+//! compares the target byte by byte after them.
 
 use serde::{Deserialize, Serialize};
 
 use crate::sizes::Slots;
 use crate::sys::Span;
 
-/// Words handled at once.
+/// Words that are processed at once.
 const STEP: usize = 8192;
 /// Bytes of a word.
 const WORD: usize = 8;
 
-/// The finaliser of SplitMix64: every bit of the argument changes about half of the result's.
+/// The finaliser of SplitMix64: each bit of the argument changes about half of the bits of the result.
 pub fn mixed(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -21,25 +21,25 @@ pub fn mixed(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// What a slot holds.
+/// Content of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
-    /// The payload of a source slot.
+    /// The payload of a source slot, by the slot's number.
     Source(u64),
-    /// What a target is filled with before the run: no payload, and different in every run.
-    Untouched,
+    /// The initial content of the target: differs from any payload, and from run to run.
+    Initial,
 }
 
 impl Content {
-    /// Where its sequence of words starts.
+    /// Returns the start of the word sequence.
     fn start(self, seed: u64) -> u64 {
         match self {
             Self::Source(slot) => mixed(seed ^ mixed(slot.wrapping_add(1))),
-            Self::Untouched => mixed(!seed),
+            Self::Initial => mixed(!seed),
         }
     }
 
-    /// Its words from word `first` on.
+    /// Writes words of the sequence, from word `first`, to `words`.
     fn words(self, seed: u64, first: u64, words: &mut [u64]) {
         let start = self.start(seed).wrapping_add(first);
         for (i, word) in (0..).zip(words) {
@@ -48,40 +48,40 @@ impl Content {
     }
 }
 
-/// The first byte that is not what it must be.
+/// The bytes of a target that are wrong.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Wrong {
-    /// Bytes that are wrong, in all.
+pub struct Mismatch {
+    /// Number of wrong bytes.
     pub bytes: u64,
-    /// Where the first of them is in the target.
+    /// Offset of the first wrong byte in the target.
     pub first_at: u64,
-    /// What it is.
+    /// Value of the first wrong byte.
     pub got: u8,
-    /// What it should be.
+    /// Expected value of the first wrong byte.
     pub want: u8,
 }
 
-/// What was found in a target.
+/// Result of the comparison of a target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Checked {
-    /// Bytes compared.
+pub struct Comparison {
+    /// Number of bytes compared.
     pub bytes: u64,
-    /// CRC-32C of them.
+    /// CRC-32C of the target.
     pub crc32c: u32,
-    /// CRC-32C of what they should be.
+    /// CRC-32C of the expected bytes.
     pub expected_crc32c: u32,
-    /// Where they differ.
-    pub wrong: Option<Wrong>,
+    /// The wrong bytes; `None` if all bytes are correct.
+    pub wrong: Option<Mismatch>,
 }
 
-impl Checked {
-    /// Whether every byte is right.
-    pub fn is_right(&self) -> bool {
+impl Comparison {
+    /// Returns whether every byte is correct.
+    pub fn is_correct(&self) -> bool {
         self.wrong.is_none() && self.crc32c == self.expected_crc32c
     }
 }
 
-/// Walks over `len` bytes at `at` in steps: (offset in the span, index of the first word, number of words).
+/// Splits `len` bytes at `at` into steps: (offset in the span, index of the first word, number of words).
 fn steps(at: usize, len: usize) -> impl Iterator<Item = (usize, u64, usize)> {
     let words = len / WORD;
     (0..words)
@@ -97,39 +97,39 @@ fn fill(span: &Span, at: u64, len: u64, content: Content, seed: u64) {
     }
 }
 
-/// Fills the source slots with their payload.
+/// Fills the source slots with payload.
 pub fn fill_source(span: &Span, slots: &Slots, seed: u64) {
     for slot in 0..slots.source {
         fill(span, slots.source_at(slot), slots.stride(), Content::Source(slot), seed);
     }
 }
 
-/// Fills the target slots, and `guard` bytes behind them, with what no message has.
+/// Fills the target slots and `guard` bytes after them with the initial content.
 pub fn fill_target(span: &Span, slots: &Slots, guard: u64, seed: u64) {
-    fill(span, 0, slots.target_bytes() + guard, Content::Untouched, seed);
+    fill(span, 0, slots.target_bytes() + guard, Content::Initial, seed);
 }
 
-/// Compares all target slots with what they must hold after `messages` messages; the bytes between slots and `guard`
-/// bytes behind the last one must be untouched.
-pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Checked {
+/// Compares all target slots with their expected content after `messages` messages. The bytes between slots and the
+/// `guard` bytes after the last slot must have the initial content.
+pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Comparison {
     let mut check = Checker::new(seed);
     for slot in 0..slots.target {
         let at = slots.target_at(slot);
         let payload = match slots.last_to(slot, messages) {
             Some(message) => Content::Source(message % slots.source),
-            None => Content::Untouched,
+            None => Content::Initial,
         };
-        // What is untouched counts its words from the target's first byte on.
-        let from = if payload == Content::Untouched { at } else { 0 };
+        // The words of the initial content are numbered from the target's first byte.
+        let from = if payload == Content::Initial { at } else { 0 };
         check.compare(span, at, slots.size, payload, from);
         let rest = at + slots.size;
-        check.compare(span, rest, slots.stride() - slots.size, Content::Untouched, rest);
+        check.compare(span, rest, slots.stride() - slots.size, Content::Initial, rest);
     }
     check.compare(
         span,
         slots.target_bytes(),
         guard,
-        Content::Untouched,
+        Content::Initial,
         slots.target_bytes(),
     );
     check.result
@@ -139,7 +139,7 @@ struct Checker {
     seed: u64,
     got: Vec<u64>,
     want: Vec<u64>,
-    result: Checked,
+    result: Comparison,
 }
 
 impl Checker {
@@ -148,7 +148,7 @@ impl Checker {
             seed,
             got: vec![0; STEP],
             want: vec![0; STEP],
-            result: Checked {
+            result: Comparison {
                 bytes: 0,
                 crc32c: 0,
                 expected_crc32c: 0,
@@ -157,7 +157,7 @@ impl Checker {
         }
     }
 
-    /// Compares `len` bytes at `at` with `content` from its byte `from` on.
+    /// Compares `len` bytes at `at` with `content`, from byte `from` of the content.
     fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) {
         for (at, first, count) in steps(at as usize, len as usize) {
             content.words(self.seed, from / WORD as u64 + first, &mut self.want[..count]);
@@ -172,7 +172,7 @@ impl Checker {
                 continue;
             }
             for (i, (got, want)) in got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want) {
-                let wrong = result.wrong.get_or_insert(Wrong {
+                let wrong = result.wrong.get_or_insert(Mismatch {
                     bytes: 0,
                     first_at: (at + i) as u64,
                     got: *got,
@@ -191,7 +191,7 @@ mod tests {
     const SEED: u64 = 7;
     const GUARD: u64 = 4096;
 
-    /// Source and target as after `messages` messages without a fault.
+    /// Returns source and target as they are after `messages` messages without an error.
     fn moved(slots: &Slots, messages: u64) -> (Span, Span) {
         let source = Span::host(slots.source_bytes() as usize).unwrap();
         let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
@@ -206,33 +206,33 @@ mod tests {
     }
 
     #[test]
-    fn what_arrived_is_right() {
+    fn correct_data_passes() {
         for (size, depth, messages) in [(4096, 4, 23), (8, 3, 100), (131_080, 2, 5), (4096, 4, 0), (4096, 4, 2)] {
             let slots = Slots::new(size, depth, 1 << 30);
             let (_, target) = moved(&slots, messages);
             let checked = check_target(&target, &slots, GUARD, SEED, messages);
-            assert!(checked.is_right(), "{size} {depth} {messages}: {checked:?}");
+            assert!(checked.is_correct(), "{size} {depth} {messages}: {checked:?}");
             assert_eq!(checked.bytes, slots.target_bytes() + GUARD);
         }
     }
 
     #[test]
-    fn a_message_lost_at_the_end_is_found() {
+    fn a_lost_last_message_is_found() {
         let slots = Slots::new(4096, 4, 1 << 30);
         for lost in 1..=slots.target {
             let (_, target) = moved(&slots, 50 - lost);
             let checked = check_target(&target, &slots, GUARD, SEED, 50);
             let wrong = checked.wrong.clone().unwrap();
-            assert!(!checked.is_right());
-            // Nearly every byte of the messages that are missing differs.
+            assert!(!checked.is_correct());
+            // Nearly every byte of the missing messages differs.
             assert!(wrong.bytes > lost * 4000, "{lost}: {wrong:?}");
         }
     }
 
     #[test]
-    fn a_single_wrong_byte_is_found_wherever_it_is() {
+    fn a_single_wrong_byte_is_found_anywhere() {
         let slots = Slots::new(4104, 2, 1 << 30);
-        // In a payload, between two slots, behind the last one.
+        // In a payload, between two slots, after the last slot.
         for at in [
             0,
             4103,
@@ -255,9 +255,9 @@ mod tests {
     }
 
     #[test]
-    fn another_runs_content_is_wrong() {
+    fn content_of_another_seed_is_wrong() {
         let slots = Slots::new(4096, 2, 1 << 30);
         let (_, target) = moved(&slots, 9);
-        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_right());
+        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_correct());
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `register`: what it costs to register memory with a NIC, by kind of memory and size.
+//! `register`: measures the time of a registration with a NIC, by kind of memory and size.
 
 use std::io::Write;
 use std::path::Path;
@@ -10,51 +10,51 @@ use anyhow::{bail, Result};
 use p2pmem::human_size;
 use serde::Serialize;
 
-use crate::cli::{Kind, RegisterArgs};
-use crate::lane::open_nics;
-use crate::memory::{Memory, Place, Source};
+use crate::cli::{MemoryKind, RegisterArgs};
+use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
+use crate::session::open_nics;
 use crate::sys::cpu_time;
 use crate::sys::verbs::Domain;
 
-/// What registering memory of one kind and size took.
+/// Cost of the registration of one kind and size of memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Cost {
-    /// Kind of memory; `mapping` for that of a file.
+    /// Kind of memory; `mapping` for a mapped file.
     pub memory: &'static str,
-    /// How it was registered.
+    /// Registration method.
     pub method: String,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// Registrations made.
+    /// Number of registrations.
     pub times: u32,
-    /// Nanoseconds of the cheapest registration.
+    /// Shortest time of a registration, in nanoseconds.
     pub register_ns: u64,
-    /// Nanoseconds of the one in the middle.
+    /// Median time of a registration, in nanoseconds.
     pub register_median_ns: u64,
-    /// Nanoseconds of the processor's time that this program took for the cheapest in that respect.
+    /// Shortest CPU time of a registration in this process, in nanoseconds.
     pub register_cpu_ns: u64,
-    /// Nanoseconds of the cheapest end of a registration.
+    /// Shortest time of a deregistration, in nanoseconds.
     pub deregister_ns: u64,
 }
 
-/// All that was measured.
+/// All results.
 #[derive(Debug, Clone, Serialize)]
 pub struct Costs {
     /// The NIC.
     pub nic: String,
-    /// One for each kind and size, in the order of the request.
+    /// One result for each kind and size, in the order of the request.
     pub costs: Vec<Cost>,
 }
 
-/// Measures, and prints.
+/// Measures and prints the results.
 ///
 /// # Errors
 ///
-/// There is no such memory, or the NIC cannot have it; with what to do.
+/// No such memory is available, or the NIC rejects it. The message says what to do.
 pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     let nics = open_nics(args.nic.as_slice())?;
     let [nic] = nics.as_slice() else {
-        bail!("more than one NIC")
+        bail!("specify one NIC")
     };
     let domain = Domain::new(nic.clone())?;
     let mut costs = Costs {
@@ -64,13 +64,13 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
     if !json {
         writeln!(
             out,
-            "Registering with {}: the cheapest of {}, in nanoseconds",
+            "Registration with {}: shortest of {} measurements, in nanoseconds",
             costs.nic, args.iters
         )?;
         writeln!(
             out,
             "{:<12} {:<10} {:>10} {:>12} {:>12} {:>12}",
-            "MEMORY", "METHOD", "SIZE", "REGISTER", "OF IT BUSY", "DEREGISTER"
+            "MEMORY", "METHOD", "SIZE", "REGISTER", "CPU TIME", "DEREGISTER"
         )?;
     }
     let sizes = &args.size.0;
@@ -97,10 +97,10 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
     Ok(())
 }
 
-/// Where memory to register is from.
+/// Origin of the memory to register.
 #[derive(Debug, Clone, Copy)]
 enum Origin<'a> {
-    Kind(Kind),
+    Kind(MemoryKind),
     Mapping(&'a Path),
 }
 
@@ -114,14 +114,17 @@ fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
 fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
     let (name, mut source) = match from {
         Origin::Kind(kind) => {
-            let place = Place {
+            let options = MemoryOptions {
                 kind,
                 provider: args.provider.as_deref(),
                 device: &args.device,
             };
-            (kind.name(), Source::new(place, domain.nic().name(), bytes)?)
+            (
+                kind.name(),
+                UnregisteredMemory::new(options, domain.nic().name(), bytes)?,
+            )
         }
-        Origin::Mapping(path) => ("mapping", Source::mapped(path, bytes)?),
+        Origin::Mapping(path) => ("mapping", UnregisteredMemory::mapped(path, bytes)?),
     };
     let (mut on, mut busy, mut off, mut method) = (Vec::new(), Vec::new(), Vec::new(), String::new());
     for _ in 0..args.iters {

@@ -1,55 +1,55 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the client reports.
+//! The client's report.
 
 use std::io::{self, Write};
 
 use p2pmem::human_size;
 use serde::Serialize;
 
-use crate::pattern::Checked;
+use crate::pattern::Comparison;
 use crate::stats::Speed;
 use crate::wire::{Mode, Side, Test};
 
-/// One NIC's messages of one size.
+/// Result of the messages of one size on one NIC.
 #[derive(Debug, Clone, Serialize)]
-pub struct LaneResult {
+pub struct NicResult {
     /// The client's NIC.
     pub nic: String,
-    /// How fast.
+    /// Bandwidth and rate.
     #[serde(flatten)]
     pub speed: Speed,
-    /// Bytes the client's processor copied.
+    /// Bytes that the client's processor copied.
     pub copied_client: u64,
-    /// Bytes the server's processor copied.
+    /// Bytes that the server's processor copied.
     pub copied_server: u64,
-    /// The check of the target's contents; none if the test did not request one.
-    pub checked: Option<Checked>,
+    /// Comparison of the target; `None` if the test did not request one.
+    pub checked: Option<Comparison>,
 }
 
-/// All messages of one size.
+/// Result of the messages of one size on all NICs.
 #[derive(Debug, Clone, Serialize)]
 pub struct SizeResult {
-    /// How fast all NICs were together.
+    /// Bandwidth and rate of all NICs together.
     #[serde(flatten)]
     pub speed: Speed,
-    /// Bytes of payload per second, in GiB.
+    /// Payload bandwidth in GiB per second.
     pub gib_per_s: f64,
-    /// Whether every byte is right; none where they were not compared.
+    /// Whether every byte is correct; `None` if the test did not compare.
     pub verified: Option<bool>,
-    /// Each NIC's part.
-    pub nics: Vec<LaneResult>,
+    /// Result of each NIC.
+    pub nics: Vec<NicResult>,
 }
 
 impl SizeResult {
-    /// Of the NICs' results; `all` is what they did together.
-    pub fn new(all: Speed, nics: Vec<LaneResult>) -> Self {
+    /// Combines the results of the NICs; `all` is the speed of all NICs together.
+    pub fn new(all: Speed, nics: Vec<NicResult>) -> Self {
         let verified = nics
             .iter()
-            .map(|nic| nic.checked.as_ref().map(Checked::is_right))
+            .map(|nic| nic.checked.as_ref().map(Comparison::is_correct))
             .reduce(|all, one| Some(all? && one?))
             .flatten();
-        // One NIC's peak is that of all.
+        // With one NIC, the peak of this NIC is the peak of all.
         let speed = match nics.as_slice() {
             [only] => only.speed,
             _ => all,
@@ -66,21 +66,21 @@ impl SizeResult {
 /// The whole report.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
-    /// What was tried.
+    /// Parameters of the test.
     pub test: Test,
-    /// Who copied staged payload.
+    /// Unit that copied staged payload.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copied_by: Option<&'static str>,
-    /// The client's side.
+    /// The client's NICs and memory.
     pub client: Side,
-    /// The server's side.
+    /// The server's NICs and memory.
     pub server: Side,
-    /// One for each size.
+    /// One result for each size.
     pub results: Vec<SizeResult>,
 }
 
 impl Report {
-    /// Without results so far.
+    /// Creates a report without results.
     pub fn new(test: Test, client: Side, server: Side) -> Self {
         Self {
             copied_by: test.staged.then_some("processor"),
@@ -91,12 +91,12 @@ impl Report {
         }
     }
 
-    /// Whether nothing was found to be wrong.
-    pub fn is_right(&self) -> bool {
+    /// Returns whether no wrong byte was found.
+    pub fn is_correct(&self) -> bool {
         self.results.iter().all(|result| result.verified != Some(false))
     }
 
-    /// What precedes the columns.
+    /// Returns the lines before the first result.
     pub fn heading(&self) -> String {
         let side = |side: &Side| {
             let memory = match side.providers.as_slice() {
@@ -119,8 +119,8 @@ impl Report {
         if test.staged {
             how += ", staged through host memory on both sides, copied by the processor";
         }
-        if test.is_handed_over() {
-            how += ", each handed over";
+        if test.has_handshake() {
+            how += ", with handshake";
         }
         format!(
             " {how}\n client: {}\n server: {}\n {} in flight at once\n{}",
@@ -131,11 +131,11 @@ impl Report {
         )
     }
 
-    /// Writes one size's lines.
+    /// Writes the lines of one size.
     ///
     /// # Errors
     ///
-    /// Those of writing.
+    /// The errors of `out`.
     pub fn lines(result: &SizeResult, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out, "{}", result.speed.line())?;
         if result.nics.len() > 1 {
@@ -148,7 +148,7 @@ impl Report {
             match &checked.wrong {
                 None => writeln!(
                     out,
-                    "   {}: {} compared, CRC-32C {:08x}, all right",
+                    "   {}: {} compared, CRC-32C {:08x}, all correct",
                     nic.nic,
                     human_size(checked.bytes),
                     checked.crc32c
@@ -174,16 +174,16 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::Wrong;
+    use crate::pattern::Mismatch;
     use crate::stats::Times;
     use std::time::Duration;
 
-    fn nic(checked: Option<Checked>) -> LaneResult {
+    fn nic(checked: Option<Comparison>) -> NicResult {
         let times = Times {
             posted: vec![Duration::ZERO],
             done: vec![Duration::from_millis(1)],
         };
-        LaneResult {
+        NicResult {
             nic: "mlx5_0".into(),
             speed: Speed::new(1 << 20, &times),
             copied_client: 0,
@@ -192,12 +192,12 @@ mod tests {
         }
     }
 
-    fn checked(wrong: bool) -> Checked {
-        Checked {
+    fn checked(wrong: bool) -> Comparison {
+        Comparison {
             bytes: 4096,
             crc32c: 1,
             expected_crc32c: if wrong { 2 } else { 1 },
-            wrong: wrong.then_some(Wrong {
+            wrong: wrong.then_some(Mismatch {
                 bytes: 1,
                 first_at: 16,
                 got: 1,
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn all_nics_must_be_right() {
+    fn all_nics_must_be_correct() {
         let all = Speed::of_all(1 << 20, &[]);
         let verified = |nics| SizeResult::new(all, nics).verified;
         assert_eq!(verified(vec![nic(None)]), None);
@@ -229,13 +229,13 @@ mod tests {
     fn wrong_bytes_are_shown() {
         let all = Speed::of_all(1 << 20, &[]);
         let good = text(&SizeResult::new(all, vec![nic(Some(checked(false)))]));
-        assert!(good.starts_with(" 1048576 ") && good.contains("all right"), "{good}");
+        assert!(good.starts_with(" 1048576 ") && good.contains("all correct"), "{good}");
         let bad = text(&SizeResult::new(all, vec![nic(Some(checked(true))), nic(None)]));
         assert!(
             bad.contains("WRONG: 1 of 4096 bytes, the first at 0x10: 0x01, not 0x02"),
             "{bad}"
         );
-        // All together, and each.
+        // One line for all NICs, and one for each NIC.
         assert_eq!(bad.matches(" 1048576 ").count(), 3, "{bad}");
     }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `serve`: waits for a client, and does with it what it asks for.
+//! `serve`: waits for a client, and runs the test that the client requests.
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
@@ -12,18 +12,20 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::lane::{describe, needs, open_nics, Lane, Role};
+use crate::session::{describe, needs, open_nics, NicSession, Role};
 use crate::waiter::Stop;
-use crate::wire::{check_endpoints, reason, sizes_of, Found, FromClient, FromServer, Line, Side, Test, VERSION};
+use crate::wire::{
+    check_endpoints, reason, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
+};
 
-/// How long the client is listened to before the lanes are looked at.
-const LISTEN: Duration = Duration::from_millis(50);
+/// Wait for a message of the client between two checks of the sessions.
+const POLL_WAIT: Duration = Duration::from_millis(50);
 
-/// Serves one client, or one after the other.
+/// Serves one client, or with `--forever` one client after another.
 ///
 /// # Errors
 ///
-/// The address cannot be listened on; with one client only, whatever went wrong with it.
+/// The address is not available. Without `--forever`, any error of the test.
 pub fn serve(args: &ServeArgs) -> Result<()> {
     let address = (args.listen.as_str(), args.port);
     let listener = TcpListener::bind(address).with_context(|| {
@@ -44,30 +46,30 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
     }
 }
 
-/// Serves one client, from hello to bye. Reports an error of this side to the client.
+/// Serves one client, from `hello` to `bye`. Reports an error of this side to the client.
 fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
-    let mut line = Line::new(stream, args.own.timeout)?;
-    let served = session(&mut line, args);
+    let mut control = Control::new(stream, args.own.timeout)?;
+    let served = run_test(&mut control, args);
     if let Err(error) = &served {
-        // It may be gone, which then is what went wrong.
-        let _ = line.say(&FromServer::Failed(reason(error)));
+        // The peer may have disconnected; then `error` says so.
+        let _ = control.send(&FromServer::Failed(reason(error)));
     }
     served
 }
 
-fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
-    let FromClient::Hello { version, test } = line.hear()? else {
-        bail!("the client did not begin with hello");
+fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
+    let FromClient::Hello { version, test } = control.receive()? else {
+        bail!("expected the message `hello` of the client");
     };
     ensure!(
         version == VERSION,
-        "the client speaks version {version}, this server {VERSION}: use the same p2pmem-perf on both sides"
+        "the client has protocol version {version}, this server {VERSION}: use the same p2pmem-perf on both sides"
     );
     test.check().map_err(anyhow::Error::msg)?;
     let bytes = needs(&test, Role::Server);
     ensure!(
         bytes <= args.most,
-        "{} of memory for each NIC are more than the {} that this server gives (--most)",
+        "the test needs {} of memory for each NIC, more than the {} that this server allows (--most)",
         human_size(bytes),
         human_size(args.most)
     );
@@ -78,133 +80,136 @@ fn session(line: &mut Line, args: &ServeArgs) -> Result<()> {
         test.iterations,
         test.nics
     );
-    let mut lanes = lanes(&test, Role::Server, &args.own)?;
-    line.say(&FromServer::Welcome {
+    let mut sessions = sessions(&test, Role::Server, &args.own)?;
+    control.send(&FromServer::Welcome {
         version: VERSION,
-        side: side(&lanes, &args.own),
-        endpoints: lanes.iter().map(|lane| lane.endpoint().clone()).collect(),
+        side: side(&sessions, &args.own),
+        endpoints: sessions.iter().map(|session| session.endpoint().clone()).collect(),
     })?;
-    let FromClient::Connect(endpoints) = line.hear()? else {
-        bail!("the client did not say what to connect to");
+    let FromClient::Connect(endpoints) = control.receive()? else {
+        bail!("expected the message `connect` of the client");
     };
-    connect(&mut lanes, endpoints)?;
-    line.say(&FromServer::Ready)?;
+    connect(&mut sessions, endpoints)?;
+    control.send(&FromServer::Ready)?;
     for expected in &test.sizes {
-        match line.hear()? {
+        match control.receive()? {
             FromClient::Start(size) if size == *expected => {}
-            other => bail!("the client said {other:?} where messages of {expected} bytes should start"),
+            other => bail!("the client sent {other:?}; expected the start of messages of {expected} bytes"),
         }
-        one_size(line, &lanes, *expected, &args.own)?;
+        one_size(control, &sessions, *expected, &args.own)?;
     }
-    match line.hear()? {
+    match control.receive()? {
         FromClient::Bye => Ok(()),
-        other => bail!("the client said {other:?} after the last size"),
+        other => bail!("the client sent {other:?} after the last size; expected `bye`"),
     }
 }
 
-/// Messages of one size, from start to finish.
-fn one_size(line: &mut Line, lanes: &[Lane], size: u64, own: &OwnArgs) -> Result<()> {
-    lanes.iter().try_for_each(|lane| lane.prepare(size))?;
-    line.say(&FromServer::Started)?;
+/// Runs the messages of one size, from `start` to `finished`.
+fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &OwnArgs) -> Result<()> {
+    sessions.iter().try_for_each(|session| session.prepare(size))?;
+    control.send(&FromServer::Started)?;
     let stop = Stop::default();
     let copied = thread::scope(|scope| {
         let (send, results) = mpsc::channel();
-        for (index, lane) in lanes.iter().enumerate() {
+        for (index, session) in sessions.iter().enumerate() {
             let (send, stop) = (send.clone(), &stop);
             scope.spawn(move || {
-                let served = lane.serve(size, own, stop);
-                // The receiver is there until the scope ends.
+                let served = session.serve(size, own, stop);
+                // The receiver lives until the scope ends.
                 let _ = send.send((index, served));
             });
         }
-        let all = until_finished(line, &results, lanes, own);
+        let all = until_finished(control, &results, sessions, own);
         if all.is_err() {
             stop.store(true, Ordering::Relaxed);
         }
         all
     })?;
-    let found = lanes.iter().zip(copied).map(|(lane, copied)| Found {
-        checked: lane.check(size),
+    let found = sessions.iter().zip(copied).map(|(session, copied)| ServerResult {
+        checked: session.check(size),
         copied,
     });
-    line.say(&FromServer::Finished(found.collect()))
+    control.send(&FromServer::Finished(found.collect()))
 }
 
-/// Listens until the client has finished and so have the lanes; gives the bytes that each copied.
+/// Waits until the client has sent `finish` and all sessions are done. Returns the bytes that each session copied.
 fn until_finished(
-    line: &mut Line,
+    control: &mut Control,
     results: &mpsc::Receiver<(usize, Result<u64>)>,
-    lanes: &[Lane],
+    sessions: &[NicSession],
     own: &OwnArgs,
 ) -> Result<Vec<u64>> {
-    let mut copied: Vec<Option<u64>> = vec![None; lanes.len()];
+    let mut copied: Vec<Option<u64>> = vec![None; sessions.len()];
     let (mut finished, mut heard) = (false, Instant::now());
     loop {
         while let Ok((index, served)) = results.try_recv() {
-            copied[index] = Some(served.with_context(|| lanes[index].nic().name().to_owned())?);
+            copied[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
         }
         if finished {
             if let Some(all) = copied.iter().copied().collect() {
                 return Ok(all);
             }
         }
-        match line.hear_within(LISTEN)? {
+        match control.receive_within(POLL_WAIT)? {
             Some(FromClient::Alive) if !finished => heard = Instant::now(),
             Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
-            Some(other) => bail!("the client said {other:?} while messages were in flight"),
+            Some(other) => bail!("the client sent {other:?} while messages were in flight"),
             None => ensure!(
                 heard.elapsed() < own.timeout,
-                "the client said nothing for {:?}: is it stuck? --timeout sets the limit",
+                "no message of the client for {:?}: does the client hang? --timeout sets the limit",
                 own.timeout
             ),
         }
     }
 }
 
-/// A lane for each NIC.
+/// Creates a session for each NIC.
 ///
 /// # Errors
 ///
-/// The sides have different numbers of NICs, or one cannot be used.
-pub fn lanes(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<Lane>> {
+/// The two sides have different numbers of NICs, or a NIC is not usable.
+pub fn sessions(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<NicSession>> {
     let nics = open_nics(&own.nic)?;
     ensure!(
         nics.len() == test.nics,
-        "the client uses {} NICs and this server {}: give both as many (--nic)",
+        "the client uses {} NICs and this server {}: select the same number on both (--nic)",
         test.nics,
         nics.len()
     );
-    let lanes: Vec<Lane> = nics
+    let sessions: Vec<NicSession> = nics
         .into_iter()
         .enumerate()
-        .map(|(index, nic)| Lane::new(nic, index, test, role, own))
+        .map(|(index, nic)| NicSession::new(nic, index, test, role, own))
         .collect::<Result<_>>()?;
-    for lane in &lanes {
-        eprintln!("p2pmem-perf: {}", describe(lane));
+    for session in &sessions {
+        eprintln!("p2pmem-perf: {}", describe(session));
     }
-    Ok(lanes)
+    Ok(sessions)
 }
 
-/// Connects each lane to its counterpart.
+/// Connects each session to its counterpart.
 ///
 /// # Errors
 ///
-/// Those of [`check_endpoints`] and [`Lane::connect`].
-pub fn connect(lanes: &mut [Lane], endpoints: Vec<crate::wire::Endpoint>) -> Result<()> {
-    check_endpoints(&endpoints, lanes.len())?;
-    lanes
+/// Those of [`check_endpoints`] and [`NicSession::connect`].
+pub fn connect(sessions: &mut [NicSession], endpoints: Vec<crate::wire::Endpoint>) -> Result<()> {
+    check_endpoints(&endpoints, sessions.len())?;
+    sessions
         .iter_mut()
         .zip(endpoints)
-        .try_for_each(|(lane, endpoint)| lane.connect(endpoint))
+        .try_for_each(|(session, endpoint)| session.connect(endpoint))
 }
 
-/// What a side's memory is.
-pub fn side(lanes: &[Lane], own: &OwnArgs) -> Side {
-    let providers = lanes.iter().filter_map(|lane| lane.memory().provider());
+/// Returns the description of this side's memory.
+pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
+    let providers = sessions.iter().filter_map(|session| session.memory().provider());
     Side {
-        nics: lanes.iter().map(|lane| lane.nic().name().to_owned()).collect(),
+        nics: sessions.iter().map(|session| session.nic().name().to_owned()).collect(),
         memory: own.memory.name().to_owned(),
         providers: providers.map(|provider| provider.addr.to_string()).collect(),
-        registration: lanes.first().map(|lane| lane.memory().method()).unwrap_or_default(),
+        registration: sessions
+            .first()
+            .map(|session| session.memory().method())
+            .unwrap_or_default(),
     }
 }

@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Sizes as one types them (`2M`, `4K,64K`, `4K-64M`), and how many slots of a size a buffer has.
+//! Parsing of sizes (`2M`, `4K,64K`, `4K-64M`), and the slots of a buffer.
 
 use std::fmt;
 
-/// Smallest message: what is read and written by the word must be whole words.
+/// Smallest message. Memory is compared in words of 8 bytes, so sizes are multiples of 8.
 pub const SMALLEST: u64 = 8;
-/// Largest message: verbs give lengths as 32 bits with the top one reserved.
+/// Largest message. Lengths in verbs have 32 bits, of which the highest is reserved.
 pub const LARGEST: u64 = 1 << 30;
-/// Messages start on this boundary in a buffer.
+/// Alignment of slots in a buffer.
 pub const SLOT_ALIGN: u64 = 4096;
 
-/// Parses one size such as `16M`, `1GiB` or `4096`; units are powers of 1024.
+/// Parses a size such as `16M`, `1GiB`, or `4096`. Units are powers of 1024.
 ///
 /// # Errors
 ///
-/// A message for the command line that states what is wrong with the text.
+/// The text is no size. The message says how to write one.
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size::Config::new()
         .with_binary()
         .parse_size(text)
-        .map_err(|why| format!("{why}: give a number of bytes, or one with a unit, such as 64K, 2M or 1GiB"))
+        .map_err(|why| format!("{why}: specify a number of bytes, or a number with a unit, such as 64K, 2M, or 1GiB"))
 }
 
-/// Sizes in bytes, none of them 0, in the order in which they are tried.
+/// Sizes in bytes, in the order of measurement. No size is 0.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sizes(pub Vec<u64>);
 
 impl std::str::FromStr for Sizes {
     type Err = String;
 
-    /// Takes a list of sizes and ranges; a range `A-B` is A, 2A, 4A and so on, up to B.
+    /// Parses a list of sizes and ranges. A range `A-B` stands for A, 2A, 4A, and so on up to B.
     fn from_str(text: &str) -> Result<Self, String> {
         let mut sizes = Vec::new();
         for part in text.split(',') {
@@ -38,7 +38,7 @@ impl std::str::FromStr for Sizes {
                 Some((first, last)) => {
                     let (first, last) = (one(first)?, one(last)?);
                     if first > last {
-                        return Err(format!("the range {part} is empty: give the smaller size first"));
+                        return Err(format!("the range {part} is empty: specify the smaller size first"));
                     }
                     let doubled = |size: &u64| size.checked_mul(2).filter(|size| *size <= last);
                     sizes.extend(std::iter::successors(Some(first), doubled));
@@ -59,54 +59,54 @@ impl fmt::Display for Sizes {
 
 fn one(text: &str) -> Result<u64, String> {
     match size(text.trim())? {
-        0 => Err("0 bytes are nothing: give a larger size".into()),
+        0 => Err("a size of 0 bytes is not valid: specify a larger size".into()),
         bytes => Ok(bytes),
     }
 }
 
-/// Parses sizes of messages, see [`check_message`].
+/// Parses a list of message sizes, see [`check_message`].
 ///
 /// # Errors
 ///
-/// A message for the command line that states what is wrong with the text.
+/// The text is no list of sizes, or a size is not valid for messages. The message says how to write one.
 pub fn messages(text: &str) -> Result<Sizes, String> {
     let sizes: Sizes = text.parse()?;
     sizes.0.iter().try_for_each(|size| check_message(*size))?;
     Ok(sizes)
 }
 
-/// Checks whether messages can have this size.
+/// Checks that a message can have this size.
 ///
 /// # Errors
 ///
-/// The reason why they cannot.
+/// The size is out of range, or no multiple of 8.
 pub fn check_message(bytes: u64) -> Result<(), String> {
     if (SMALLEST..=LARGEST).contains(&bytes) && bytes % SMALLEST == 0 {
         Ok(())
     } else {
         Err(format!(
-            "{bytes} bytes are no size for messages: give a multiple of {SMALLEST} from {SMALLEST} bytes to 1 GiB"
+            "a message cannot have {bytes} bytes: specify a multiple of {SMALLEST} from {SMALLEST} bytes to 1 GiB"
         ))
     }
 }
 
 /// Slots for messages of one size in the buffers of both sides.
 ///
-/// Message `i` goes from source slot `i % source` to target slot `i % target`. There is one target slot more than there
-/// are source slots, so a slot gets different contents each time, and its final contents show that the last message for
-/// it arrived.
+/// Message `i` goes from source slot `i % source` to target slot `i % target`. The target has one slot more than the
+/// source, so consecutive messages to a target slot differ. The final content of a slot shows that its last message
+/// arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Slots {
-    /// Bytes of a message.
+    /// Message size in bytes.
     pub size: u64,
-    /// Slots with payload to send, at least 2.
+    /// Number of source slots, at least 2.
     pub source: u64,
-    /// Slots to send to: one more.
+    /// Number of target slots: one more than source slots.
     pub target: u64,
 }
 
 impl Slots {
-    /// As many slots as messages may be in flight, within a budget of bytes, but at least two source slots.
+    /// Returns one source slot per message in flight, limited by `budget` bytes, but at least two source slots.
     pub fn new(size: u64, depth: u64, budget: u64) -> Self {
         let source = depth.min(budget / size).max(2);
         Self {
@@ -116,32 +116,32 @@ impl Slots {
         }
     }
 
-    /// Bytes from one slot to the next.
+    /// Returns the distance of slots in bytes.
     pub fn stride(&self) -> u64 {
         self.size.next_multiple_of(SLOT_ALIGN)
     }
 
-    /// Bytes of all slots of the source.
+    /// Returns the bytes of all source slots.
     pub fn source_bytes(&self) -> u64 {
         self.source * self.stride()
     }
 
-    /// Bytes of all slots of the target.
+    /// Returns the bytes of all target slots.
     pub fn target_bytes(&self) -> u64 {
         self.target * self.stride()
     }
 
-    /// First byte of the source slot of a message.
+    /// Returns the offset of a message's source slot.
     pub fn source_at(&self, message: u64) -> u64 {
         message % self.source * self.stride()
     }
 
-    /// First byte of the target slot of a message.
+    /// Returns the offset of a message's target slot.
     pub fn target_at(&self, message: u64) -> u64 {
         message % self.target * self.stride()
     }
 
-    /// The last of `messages` messages that went to a target slot; none where none did.
+    /// Returns the last of `messages` messages to a target slot, or `None` if no message went there.
     pub fn last_to(&self, slot: u64, messages: u64) -> Option<u64> {
         let newest = messages.checked_sub(1)?;
         let back = (newest % self.target + self.target - slot) % self.target;
@@ -163,12 +163,12 @@ mod tests {
         assert_eq!(sizes("4K-20K"), Ok(vec![4096, 8192, 16384]));
         for text in ["", "0", "7", "12", "2M-4K", "4K-", "-", "2G", "x", "4K,,8K"] {
             let why = sizes(text).unwrap_err();
-            assert!(why.contains("give"), "{text}: {why}");
+            assert!(why.contains("specify"), "{text}: {why}");
         }
     }
 
     #[test]
-    fn memory_need_not_be_whole_words() {
+    fn memory_sizes_need_no_alignment() {
         assert_eq!("7,1T".parse(), Ok(Sizes(vec![7, 1 << 40])));
         assert_eq!("8E-15E".parse(), Ok(Sizes(vec![8 << 60])));
         assert!("0".parse::<Sizes>().is_err());
@@ -186,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_last_message_to_a_slot_is_the_last(depth in 1u64..20, messages in 0u64..200) {
+        fn last_to_returns_the_last_message(depth in 1u64..20, messages in 0u64..200) {
             let slots = Slots::new(4096, depth, 1 << 30);
             for slot in 0..slots.target {
                 let last = (0..messages).rev().find(|message| message % slots.target == slot);

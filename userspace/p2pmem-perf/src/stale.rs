@@ -2,10 +2,10 @@
 
 //! `stale-serve` and `stale-run`: attempts to write to a buffer after its end.
 //!
-//! A NIC must not write to revoked memory, not even once. The server registers a buffer, lets the client write to it, ends
-//! the buffer by a command, and keeps its registration. Then the client tries to write again, each time through a new
-//! connection, because the first refusal ends a connection. Every write has a unique marker word, so that a reader of the
-//! memory finds any write that reached it.
+//! A NIC must not write to revoked memory. The server registers a buffer, accepts one write of the client, ends the
+//! buffer by a command, and keeps the registration. The client then tries further writes, each on a new connection,
+//! because the first rejected write breaks a connection. Every write has a unique marker word, so a reader of the
+//! memory finds any write that reached the memory.
 
 use std::io::Write;
 use std::net::{TcpListener, TcpStream};
@@ -18,41 +18,41 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
 use crate::client::reach;
-use crate::lane::{open_nics, own_endpoint, RETRIES};
-use crate::memory::{Memory, Place};
+use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::mixed;
+use crate::session::{open_nics, own_endpoint, RETRIES};
 use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use crate::waiter::{Stop, Waiter};
-use crate::wire::{check_endpoints, reason, Endpoint, Line, Message};
+use crate::wire::{check_endpoints, reason, Control, Endpoint, Message};
 
 /// Bytes of a write.
 const BLOCK: u64 = 4096;
-/// Most writes tried.
-const MOST: u64 = 1000;
+/// Maximum number of writes.
+const MAX_WRITES: u64 = 1000;
 /// `IBV_WC_REM_ACCESS_ERR`
 const REMOTE_ACCESS_ERROR: u32 = 10;
 
-/// What both sides say.
+/// Messages of both sides.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-enum Say {
-    /// Client: so many writes are to be tried after the end.
+enum StaleMessage {
+    /// Client: number of writes to try after the end.
     Hello(u64),
     /// Both: a queue pair for each write, and one for the write before the end.
     Queues(Vec<Endpoint>),
-    /// Server: it is connected.
+    /// Server: the queue pairs are connected.
     Ready,
-    /// Client: the write before the end is done.
+    /// Client: the write before the end is complete.
     Wrote,
     /// Server: the buffer has ended.
     Ended,
-    /// Client: all was tried.
+    /// Client: all writes were tried.
     Tried,
-    /// Either: it cannot go on.
+    /// Either side: cannot continue, with the reason.
     Failed(String),
 }
 
-impl Message for Say {
+impl Message for StaleMessage {
     fn failure(&self) -> Option<&str> {
         if let Self::Failed(why) = self {
             Some(why)
@@ -62,7 +62,7 @@ impl Message for Say {
     }
 }
 
-/// The word of which write `i` consists; write 0 is the one before the end.
+/// Returns the marker word of write `i`; write 0 is the write before the end.
 fn marker(seed: u64, i: u64) -> u64 {
     mixed(mixed(seed).wrapping_add(i))
 }
@@ -71,9 +71,9 @@ fn block(word: u64) -> Vec<u8> {
     word.to_le_bytes().repeat((BLOCK / 8) as usize)
 }
 
-/// One side's queue pairs, and the memory they work on.
+/// Queue pairs of one side, and the memory that they use.
 struct Queues {
-    // Dropped in this order: the queues before the memory they work on.
+    // Fields are dropped in this order: the queue pairs before the memory that they use.
     list: Vec<(QueuePair, Endpoint)>,
     memory: Memory,
     completions: Arc<Completions>,
@@ -83,18 +83,18 @@ impl Queues {
     fn new(own: &OwnArgs, writes: u64) -> Result<Self> {
         let nics = open_nics(&own.nic)?;
         let [nic] = nics.as_slice() else {
-            bail!("give one NIC (--nic)")
+            bail!("specify one NIC (--nic)")
         };
         let domain = Domain::new(nic.clone())?;
-        let place = Place {
+        let options = MemoryOptions {
             kind: own.memory,
             provider: own.provider.as_deref(),
             device: &own.device,
         };
-        let memory = Memory::new(place, &domain, (writes + 1) * BLOCK)?;
+        let memory = Memory::new(options, &domain, (writes + 1) * BLOCK)?;
         let completions = Completions::new(nic, 64)?;
         let list = (0..=writes).map(|_| {
-            let queue = QueuePair::new(&domain, &completions, 1, 1).context("making a queue pair")?;
+            let queue = QueuePair::new(&domain, &completions, 1, 1).context("creating a queue pair")?;
             let window = memory.window(0, (writes + 1) * BLOCK);
             let endpoint = own_endpoint(nic, &queue, own, window, window)?;
             Ok((queue, endpoint))
@@ -125,88 +125,94 @@ impl Queues {
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the test. The message says what to do.
 pub fn serve(args: &StaleServeArgs) -> Result<()> {
     let listener = TcpListener::bind((args.listen.as_str(), args.port))
         .with_context(|| format!("listening on {}, port {}", args.listen, args.port))?;
     eprintln!("p2pmem-perf: listening on {}", listener.local_addr()?);
     let (stream, _) = listener.accept().context("waiting for a client")?;
-    talk(stream, &args.own, |line| serve_one(line, args))
+    talk(stream, &args.own, |control| serve_one(control, args))
 }
 
-/// Runs one side, and reports an error of this side to the other.
-fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Line) -> Result<T>) -> Result<T> {
-    let mut line = Line::new(stream, own.timeout)?;
-    let result = side(&mut line);
+/// Runs one side, and reports an error of this side to the peer.
+fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Control) -> Result<T>) -> Result<T> {
+    let mut control = Control::new(stream, own.timeout)?;
+    let result = side(&mut control);
     if let Err(error) = &result {
-        // It may be gone, which then is what went wrong.
-        let _ = line.say(&Say::Failed(reason(error)));
+        // The peer may have disconnected; then `error` says so.
+        let _ = control.send(&StaleMessage::Failed(reason(error)));
     }
     result
 }
 
-fn serve_one(line: &mut Line, args: &StaleServeArgs) -> Result<()> {
-    let Say::Hello(writes) = line.hear()? else {
-        bail!("the client did not begin with hello")
+fn serve_one(control: &mut Control, args: &StaleServeArgs) -> Result<()> {
+    let StaleMessage::Hello(writes) = control.receive()? else {
+        bail!("expected the message `hello` of the client")
     };
-    ensure!((1..=MOST).contains(&writes), "{writes} writes are not 1 to {MOST}");
+    ensure!(
+        (1..=MAX_WRITES).contains(&writes),
+        "the client requests {writes} writes: 1 to {MAX_WRITES} are possible"
+    );
     let queues = Queues::new(&args.own, writes)?;
     let span = queues.memory.span();
     span.write(0, &vec![0; span.len()]);
     span.flush();
-    line.say(&Say::Queues(queues.endpoints()))?;
-    let Say::Queues(others) = line.hear()? else {
-        bail!("the client has no queues")
+    control.send(&StaleMessage::Queues(queues.endpoints()))?;
+    let StaleMessage::Queues(others) = control.receive()? else {
+        bail!("expected the message `queues` of the client")
     };
     queues.connect(&args.own, &others)?;
-    line.say(&Say::Ready)?;
-    let Say::Wrote = line.hear()? else {
-        bail!("the client did not write")
+    control.send(&StaleMessage::Ready)?;
+    let StaleMessage::Wrote = control.receive()? else {
+        bail!("expected the message `wrote` of the client")
     };
     let mut first = vec![0; BLOCK as usize];
     span.read(0, &mut first);
     ensure!(
         first.iter().any(|byte| *byte != 0),
-        "nothing arrived while the buffer lived, so that nothing can be said of what comes later"
+        "no write arrived before the buffer's end, so the test cannot show anything about writes after the end"
     );
     eprintln!(
         "p2pmem-perf: {} arrived; ending the buffer: {}",
         human_size(BLOCK),
         args.end
     );
-    let status = Command::new("sh").args(["-c", &args.end]).status().context("sh")?;
-    ensure!(status.success(), "the buffer did not end: {status}");
-    line.say(&Say::Ended)?;
-    // Until then the registration is kept, as a program keeps it that knows nothing.
-    let Say::Tried = line.hear()? else {
-        bail!("the client did not try")
+    let status = Command::new("sh")
+        .args(["-c", &args.end])
+        .status()
+        .context("running sh")?;
+    ensure!(status.success(), "the command that ends the buffer failed: {status}");
+    control.send(&StaleMessage::Ended)?;
+    // The registration is kept until then, as by a program that ignores events.
+    let StaleMessage::Tried = control.receive()? else {
+        bail!("expected the message `tried` of the client")
     };
     Ok(())
 }
 
-/// What came of the writes.
+/// Result of the writes.
 #[derive(Debug, Serialize)]
-struct Tried {
+struct WriteResults {
     /// Writes tried after the buffer's end.
     attempts: u64,
-    /// Those that completed without an error.
+    /// Writes that completed without an error.
     completed: u64,
-    /// Those that ended with a remote access error.
+    /// Writes that ended with a remote access error.
     refused: u64,
-    /// The words of which they consist, in hexadecimal.
+    /// Marker words of the writes, in hexadecimal.
     markers: Vec<String>,
-    /// The word of the write before the end.
+    /// Marker word of the write before the end.
     before: String,
 }
 
-/// Tries. Returns whether all writes were refused.
+/// Tries the writes. Returns whether the NIC rejected all of them.
 ///
 /// # Errors
 ///
-/// Whatever went wrong, with what to do.
+/// Any error of the test. The message says what to do.
 pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
     let stream = reach(&args.host, args.port, args.own.timeout)?;
-    let tried = talk(stream, &args.own, |line| run_one(line, args))?;
+    let tried = talk(stream, &args.own, |control| run_one(control, args))?;
     let good = tried.refused == tried.attempts;
     if json {
         serde_json::to_writer(&mut *out, &tried)?;
@@ -221,17 +227,17 @@ pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool>
     Ok(good)
 }
 
-fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
+fn run_one(control: &mut Control, args: &StaleRunArgs) -> Result<WriteResults> {
     let writes = u64::from(args.attempts);
-    line.say(&Say::Hello(writes))?;
-    let Say::Queues(others) = line.hear()? else {
-        bail!("the server has no queues")
+    control.send(&StaleMessage::Hello(writes))?;
+    let StaleMessage::Queues(others) = control.receive()? else {
+        bail!("expected the message `queues` of the server")
     };
     let queues = Queues::new(&args.own, writes)?;
     queues.connect(&args.own, &others)?;
-    line.say(&Say::Queues(queues.endpoints()))?;
-    let Say::Ready = line.hear()? else {
-        bail!("the server is not ready")
+    control.send(&StaleMessage::Queues(queues.endpoints()))?;
+    let StaleMessage::Ready = control.receive()? else {
+        bail!("expected the message `ready` of the server")
     };
     let marker = |i| marker(args.seed, i);
     for i in 0..=writes {
@@ -253,19 +259,23 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
         };
         queue.post(&[Request {
             id: i,
-            local: queues.memory.piece(i * BLOCK, BLOCK),
+            local: queues.memory.segment(i * BLOCK, BLOCK),
             work: Work::Write(to, None),
         }])?;
-        let done = waiter.any(&|| format!("write {i}"))?;
-        ensure!(done.id == i, "completion {} came in place of {i}", done.id);
+        let done = waiter.next_completion(&|| format!("write {i}"))?;
+        ensure!(
+            done.id == i,
+            "expected the completion of request {i}, received that of {}",
+            done.id
+        );
         Ok(done.failure.map(|failure| failure.status))
     };
     if let Some(status) = write(0)? {
         bail!("the write before the end failed with status {status}");
     }
-    line.say(&Say::Wrote)?;
-    let Say::Ended = line.hear()? else {
-        bail!("the buffer did not end")
+    control.send(&StaleMessage::Wrote)?;
+    let StaleMessage::Ended = control.receive()? else {
+        bail!("expected the message `ended` of the server")
     };
     let (mut completed, mut refused) = (0, 0);
     for i in 1..=writes {
@@ -275,9 +285,9 @@ fn run_one(line: &mut Line, args: &StaleRunArgs) -> Result<Tried> {
             Some(status) => eprintln!("p2pmem-perf: write {i} failed with status {status}"),
         }
     }
-    line.say(&Say::Tried)?;
+    control.send(&StaleMessage::Tried)?;
     let hex = |i| format!("{:016x}", marker(i));
-    Ok(Tried {
+    Ok(WriteResults {
         attempts: writes,
         completed,
         refused,
@@ -292,17 +302,17 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn markers_are_not_the_same() {
-        let all: BTreeSet<u64> = (0..=MOST).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
-        assert_eq!(all.len() as u64, 2 * (MOST + 1));
+    fn markers_are_unique() {
+        let all: BTreeSet<u64> = (0..=MAX_WRITES).flat_map(|i| [marker(1, i), marker(2, i)]).collect();
+        assert_eq!(all.len() as u64, 2 * (MAX_WRITES + 1));
         assert!(!all.contains(&0));
         assert_eq!(block(0x0102).len() as u64, BLOCK);
     }
 
     #[test]
-    fn what_both_say_is_refused_where_it_is_something_else() {
-        let parse = |text: &str| serde_json::from_str::<Say>(text);
-        assert_eq!(parse(r#"{"hello":20}"#).unwrap(), Say::Hello(20));
+    fn invalid_messages_are_rejected() {
+        let parse = |text: &str| serde_json::from_str::<StaleMessage>(text);
+        assert_eq!(parse(r#"{"hello":20}"#).unwrap(), StaleMessage::Hello(20));
         for text in [r#"{"hello":-1}"#, r#""hello""#, "{}", r#"{"queues":[{}]}"#] {
             assert!(parse(text).is_err(), "{text}");
         }

@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the times of messages say: bandwidth, on average and at its peak, and the rate of messages.
+//! Statistics from the times of messages: average and peak bandwidth, and message rate.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Most messages whose peak is looked for: its time grows with their square.
-const MOST_FOR_PEAK: usize = 8_000;
+/// Maximum number of messages for which the peak is computed: the computation is quadratic.
+const MAX_FOR_PEAK: usize = 8_000;
 
 /// Bytes of a MiB.
 const MIB: f64 = (1 << 20) as f64;
 
-/// When each message was posted and when it was done, in time since the run began. Both lists are in order.
+/// When each message was posted and completed, in time since the start of the run. Both lists are in order.
 #[derive(Debug, Clone, Default)]
 pub struct Times {
-    /// When the messages were given to the NIC.
+    /// When the messages were posted to the NIC.
     pub posted: Vec<Duration>,
-    /// When they were done.
+    /// When the messages completed.
     pub done: Vec<Duration>,
 }
 
 impl Times {
-    /// For that many messages.
+    /// Creates empty lists with space for `messages` messages.
     pub fn with_capacity(messages: usize) -> Self {
         Self {
             posted: Vec::with_capacity(messages),
@@ -30,7 +30,7 @@ impl Times {
         }
     }
 
-    /// From the first message posted to the last one done.
+    /// Returns the time from the first posting to the last completion.
     pub fn span(&self) -> Duration {
         match (self.posted.first(), self.done.last()) {
             (Some(first), Some(last)) => last.saturating_sub(*first),
@@ -38,10 +38,10 @@ impl Times {
         }
     }
 
-    /// Shortest time per message over any row of messages: from the posting of its first to the end of its last, by
-    /// their number. None where there are no messages, or too many to look at every row.
+    /// Returns the shortest time per message of any sequence of messages: from the posting of its first message to the
+    /// completion of its last one, divided by the number of messages. `None` without messages or with too many.
     pub fn best_per_message(&self) -> Option<Duration> {
-        if self.done.len() > MOST_FOR_PEAK {
+        if self.done.len() > MAX_FOR_PEAK {
             return None;
         }
         let mut best: Option<f64> = None;
@@ -57,25 +57,25 @@ impl Times {
     }
 }
 
-/// One line of the result: a size, and how fast messages of it went.
+/// Speed of the messages of one size.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Speed {
-    /// Bytes of a message.
+    /// Message size in bytes.
     pub bytes: u64,
-    /// Messages.
+    /// Number of messages.
     pub iterations: u64,
-    /// Seconds from the first message posted to the last one done.
+    /// Seconds from the first posting to the last completion.
     pub seconds: f64,
-    /// Bandwidth of the fastest row of messages, in MiB (2^20 bytes) per second; none where it was not looked for.
+    /// Bandwidth of the fastest sequence of messages, in MiB (2^20 bytes) per second; `None` if not computed.
     pub peak_mib_per_s: Option<f64>,
-    /// Bandwidth over all, in MiB per second.
+    /// Average bandwidth in MiB per second.
     pub average_mib_per_s: f64,
-    /// Messages per microsecond, over all.
+    /// Average number of messages per microsecond.
     pub rate_mpps: f64,
 }
 
 impl Speed {
-    /// Of one NIC.
+    /// Computes the speed of one NIC.
     pub fn new(bytes: u64, times: &Times) -> Self {
         let peak = times.best_per_message();
         let mut speed = Self::over(bytes, times.done.len() as u64, times.span());
@@ -83,8 +83,8 @@ impl Speed {
         speed
     }
 
-    /// Of several NICs at once: all their messages over the time from the first one's start to the last one's end, and
-    /// no peak, as theirs need not have been at the same time.
+    /// Computes the speed of several NICs together: all messages, from the first posting to the last completion. There
+    /// is no peak, because the peaks of the NICs need not coincide.
     pub fn of_all(bytes: u64, all: &[Times]) -> Self {
         let start = all.iter().filter_map(|times| times.posted.first()).min();
         let end = all.iter().filter_map(|times| times.done.last()).max();
@@ -98,7 +98,7 @@ impl Speed {
 
     fn over(bytes: u64, iterations: u64, span: Duration) -> Self {
         let seconds = span.as_secs_f64();
-        // A clock that did not move says nothing.
+        // A span of zero gives no rate.
         let per_second = if seconds > 0.0 {
             iterations as f64 / seconds
         } else {
@@ -114,11 +114,12 @@ impl Speed {
         }
     }
 
-    /// The columns' header, in perftest's words, so that whatever reads its output reads ours.
+    /// The header of the columns, in the format of perftest, so that programs that parse perftest's output can parse
+    /// this.
     pub const HEADER: &'static str =
         " #bytes     #iterations    BW peak[MiB/sec]    BW average[MiB/sec]   MsgRate[Mpps]";
 
-    /// The line below the header.
+    /// Returns the line for the table.
     pub fn line(&self) -> String {
         format!(
             " {:<10} {:<14} {:<19.2} {:<21.2} {:.6}",
@@ -140,13 +141,13 @@ mod tests {
     }
 
     #[test]
-    fn average_is_over_all_and_peak_over_the_best_row() {
+    fn average_is_over_all_and_peak_over_the_best_sequence() {
         let times = Times {
             posted: ms(&[10, 10, 20, 30]),
             done: ms(&[20, 30, 35, 50]),
         };
         assert_eq!(times.span(), Duration::from_millis(40));
-        // The first three took 25 ms from the first posting on; the third alone took 15 ms.
+        // The first three messages took 25 ms from the first posting; the third alone took 15 ms.
         let best = times.best_per_message().unwrap().as_secs_f64();
         assert!((best - 0.025 / 3.0).abs() < 1e-9, "{best}");
         let speed = Speed::new(1 << 20, &times);
@@ -157,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_done_is_no_speed() {
+    fn no_messages_have_no_speed() {
         let speed = Speed::new(4096, &Times::default());
         assert_eq!((speed.iterations, speed.average_mib_per_s), (0, 0.0));
         assert_eq!(speed.peak_mib_per_s, None);
@@ -207,7 +208,7 @@ mod tests {
 
     #[test]
     fn too_many_messages_have_no_peak() {
-        let many = ms(&vec![1; MOST_FOR_PEAK + 1]);
+        let many = ms(&vec![1; MAX_FOR_PEAK + 1]);
         let times = Times {
             posted: many.clone(),
             done: many,

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Everything of this program that is unsafe: memory that devices change while it is looked at (here), and verbs as
-//! libibverbs has them (below).
+//! All unsafe code of this program: memory that devices access concurrently (here), and libibverbs ([`verbs`]).
 
 #![allow(unsafe_code)]
 
@@ -19,23 +18,23 @@ use p2pmem_access_sys as access;
 use rustix::mm::{madvise, mmap, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
 use rustix::time::{clock_gettime, ClockId};
 
-/// Whose memory a span is.
+/// Owner of the memory of a [`Span`].
 #[derive(Debug)]
 enum Owner {
-    /// An own mapping, of nothing or of a file.
+    /// A mapping of this module, anonymous or of a file.
     Own,
-    /// A mapped buffer.
+    /// A mapping of a buffer.
     Buffer(#[allow(dead_code)] Mapping),
 }
 
 /// Memory that devices may read and write at any time: host memory or a mapped buffer.
 ///
-/// No reference into it ever exists; every access is volatile, happens once, and is as wide as alignment allows, up to
-/// 8 bytes. Clones are the same memory.
+/// No reference to the memory exists. Every access is volatile, happens once, and is as wide as the alignment allows,
+/// up to 8 bytes. Clones refer to the same memory.
 ///
 /// # Invariants
 ///
-/// `len` bytes from `start` on, page-aligned, are mapped for reading and writing as long as `owner` lives.
+/// `start` is page-aligned, and `len` bytes from `start` are mapped readable and writable while `owner` lives.
 #[derive(Clone)]
 pub struct Span {
     inner: Arc<Inner>,
@@ -48,7 +47,7 @@ struct Inner {
 }
 
 // SAFETY: by the type's invariant the memory is mapped for the whole process. All accesses are volatile and no
-// references exist, so that threads may race on it as devices do: what a racing read gives is some value, no more.
+// reference exists, so threads may race on the memory as devices do: a racing read returns an arbitrary value.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -62,34 +61,35 @@ impl fmt::Debug for Span {
 impl Drop for Inner {
     fn drop(&mut self) {
         if matches!(self.owner, Owner::Own) {
-            // SAFETY: by the invariant this is our own mapping, and nobody has it any more.
+            // SAFETY: by the invariant this is a mapping of this module, and the last user of the mapping is dropped
+            // here.
             let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
         }
     }
 }
 
 impl Span {
-    /// Host memory, zeroed and present.
+    /// Maps host memory, zeroed and populated.
     ///
     /// # Errors
     ///
-    /// There is not as much.
+    /// ENOMEM.
     pub fn host(len: usize) -> io::Result<Self> {
         Self::map(len, MapFlags::PRIVATE | MapFlags::POPULATE, None)
     }
 
-    /// A file's first bytes, shared with others that map it.
+    /// Maps the first bytes of a file, shared.
     ///
     /// # Errors
     ///
-    /// It cannot be mapped, or not as much of it.
+    /// The errors of `mmap()`.
     pub fn file(file: &File, len: usize) -> io::Result<Self> {
         Self::map(len, MapFlags::SHARED, Some(file))
     }
 
     fn map(len: usize, flags: MapFlags, file: Option<&File>) -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping, at an address that the kernel chooses, touches nothing that exists.
+        // SAFETY: a new mapping, at an address that the kernel chooses, replaces no other mapping.
         let start = unsafe {
             match file {
                 Some(file) => mmap(ptr::null_mut(), len, access, flags, file, 0),
@@ -97,34 +97,35 @@ impl Span {
             }
         }?;
         let start = NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
-        // A child of a fork would otherwise share the pages, and the NIC go on with either's.
-        // SAFETY: the range is the mapping just made; the advice changes nothing for this process.
+        // Without this, a fork would share the pages copy-on-write, and the NIC and the process could use different
+        // pages.
+        // SAFETY: the range is the mapping created above; the advice changes nothing for this process.
         let _ = unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxDontFork) };
-        // INVARIANT: mapped just now, unmapped by `drop`.
+        // INVARIANT: mapped above, and unmapped by `drop`.
         let owner = Owner::Own;
         Ok(Self {
             inner: Arc::new(Inner { start, len, owner }),
         })
     }
 
-    /// A mapped buffer.
+    /// Wraps a mapped buffer.
     pub fn buffer(mapping: Mapping) -> Self {
         let start = NonNull::new(mapping.as_ptr()).unwrap_or(NonNull::dangling());
         let len = mapping.len();
-        // INVARIANT: the mapping is as long as it says until it is dropped, and we own it.
+        // INVARIANT: the mapping keeps its length until it is dropped, and this type owns the mapping.
         let owner = Owner::Buffer(mapping);
         Self {
             inner: Arc::new(Inner { start, len, owner }),
         }
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[allow(clippy::len_without_is_empty)] // no mapping is empty
     pub fn len(&self) -> usize {
         self.inner.len
     }
 
-    /// Its address, for registration.
+    /// Returns the address, for registration.
     pub fn address(&self) -> u64 {
         self.inner.start.as_ptr() as u64
     }
@@ -132,29 +133,29 @@ impl Span {
     fn at(&self, at: usize, len: usize) -> *mut u8 {
         let inside = at.checked_add(len).is_some_and(|end| end <= self.inner.len);
         assert!(inside, "{len} bytes at {at} are not inside {self:?}");
-        // SAFETY: `at` is within the mapping, as just checked.
+        // SAFETY: the assertion above checks that `at` is inside the mapping.
         unsafe { self.inner.start.as_ptr().add(at) }
     }
 
-    /// Reads bytes from byte `at` on.
+    /// Reads bytes, from byte `at`.
     ///
     /// # Panics
     ///
-    /// They are not inside.
+    /// The bytes are not inside the span.
     pub fn read(&self, at: usize, to: &mut [u8]) {
         let from = self.at(at, to.len());
-        // SAFETY: `at` checked that the source is inside the mapping.
+        // SAFETY: `at()` checked that the source is inside the mapping.
         unsafe { access::read(from, to) }
     }
 
-    /// Writes bytes from byte `at` on.
+    /// Writes bytes, from byte `at`.
     ///
     /// # Panics
     ///
-    /// They are not inside.
+    /// The bytes are not inside the span.
     pub fn write(&self, at: usize, from: &[u8]) {
         let to = self.at(at, from.len());
-        // SAFETY: `at` checked that the target is inside the mapping.
+        // SAFETY: `at()` checked that the target is inside the mapping.
         unsafe { access::write(to, from) }
     }
 
@@ -162,20 +163,20 @@ impl Span {
     ///
     /// # Panics
     ///
-    /// They are not inside one of the two.
+    /// The bytes are not inside one of the two spans.
     pub fn copy_to(&self, at: usize, other: &Self, other_at: usize, len: usize) {
         let (from, to) = (self.at(at, len), other.at(other_at, len));
-        // SAFETY: `at` checked both ranges.
+        // SAFETY: `at()` checked both ranges.
         unsafe { access::copy(from, to, len) }
     }
 
-    /// Makes what was written visible to devices before what follows.
+    /// Orders preceding writes before subsequent accesses, as devices see them.
     pub fn flush(&self) {
         access::store_fence();
     }
 }
 
-/// Time that this process has run on processors, in the kernel and outside.
+/// Returns the CPU time of this process, in user and kernel mode.
 pub fn cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
@@ -187,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn written_bytes_are_read() {
         let span = Span::host(8192).unwrap();
         let bytes: Vec<u8> = (0..=255).collect();
         for at in [0, 8, 3, 4096 - 1, 8192 - 256] {
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_buffer_is_a_span_too() {
+    fn a_mapped_buffer_is_a_span() {
         let device = p2pmem::fake::Fake::example().device();
         let mapping = device.alloc(&p2pmem::Request::new(4096)).unwrap().map().unwrap();
         let span = Span::buffer(mapping);
@@ -221,18 +222,18 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "not inside")]
-    fn nothing_outside_is_read() {
+    fn reads_outside_the_span_panic() {
         Span::host(4096).unwrap().read(4090, &mut [0; 8]);
     }
 
     #[test]
     #[should_panic(expected = "not inside")]
-    fn no_overflow_is_inside() {
+    fn an_overflowing_range_panics() {
         Span::host(4096).unwrap().write(usize::MAX, &[0; 8]);
     }
 
     #[test]
-    fn work_takes_time() {
+    fn cpu_time_increases() {
         let before = cpu_time();
         let span = Span::host(1 << 20).unwrap();
         let other = Span::host(1 << 20).unwrap();
@@ -243,7 +244,7 @@ mod tests {
     }
 
     #[test]
-    fn there_may_not_be_as_much() {
+    fn too_much_memory_is_an_error() {
         assert!(Span::host(usize::MAX / 2).is_err());
     }
 }

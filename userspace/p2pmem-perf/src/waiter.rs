@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Waiting for completions, with a limit.
+//! Waiting for completions, with a limit on the time.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
@@ -10,26 +10,26 @@ use anyhow::{bail, Context, Result};
 
 use crate::sys::verbs::{Completion, Completions};
 
-/// The number of polls before the clock is read.
-const ROUND: u32 = 256;
-/// How long one sleep lasts at most, so that a stop is seen.
-const NAP: Duration = Duration::from_millis(100);
+/// Polls between two reads of the clock.
+const POLLS: u32 = 256;
+/// Longest sleep. Limits the time until a stop request is noticed.
+const MAX_SLEEP: Duration = Duration::from_millis(100);
 
-/// Set where all that goes on is to end.
+/// Set to stop all threads of a test.
 pub type Stop = Arc<AtomicBool>;
 
 /// Waits for completions of one queue.
 #[derive(Clone)]
 pub struct Waiter {
     completions: Arc<Completions>,
-    /// Sleep instead of asking all the time.
+    /// Sleep until a completion event arrives, instead of polling.
     events: bool,
     limit: Duration,
     stop: Stop,
 }
 
 impl Waiter {
-    /// For a queue of which nobody else takes completions.
+    /// Creates a waiter. No other thread may poll the completion queue.
     pub fn new(completions: Arc<Completions>, events: bool, limit: Duration, stop: Stop) -> Self {
         Self {
             completions,
@@ -39,35 +39,35 @@ impl Waiter {
         }
     }
 
-    /// Takes the completions that are there; where there are none it waits for one. `what` says what is waited for.
+    /// Polls completions into `into`; waits if there are none. `what` describes the awaited message for errors.
     ///
     /// # Errors
     ///
-    /// The limit is over, the test was stopped, or a request failed.
+    /// The limit ended, the test was stopped, or a request failed.
     pub fn next(&self, into: &mut Vec<Completion>, what: &dyn Fn() -> String) -> Result<()> {
         self.wait(into, what)?;
         check(into, what)
     }
 
-    /// As [`Waiter::next`], of a queue with one request: its completion, failed or not.
+    /// Waits for the completion of the only outstanding request, successful or not.
     ///
     /// # Errors
     ///
-    /// The limit is over, or the test was stopped.
-    pub fn any(&self, what: &dyn Fn() -> String) -> Result<Completion> {
+    /// The limit ended, or the test was stopped.
+    pub fn next_completion(&self, what: &dyn Fn() -> String) -> Result<Completion> {
         let mut completions = Vec::new();
         self.wait(&mut completions, what)?;
         completions.pop().context("no completion")
     }
 
-    /// Takes the completions that are there; where there are none it waits for one.
+    /// Polls completions into `into`; waits if there are none.
     fn wait(&self, into: &mut Vec<Completion>, what: &dyn Fn() -> String) -> Result<()> {
         into.clear();
         let start = Instant::now();
         loop {
-            let rounds = if self.events { 1 } else { ROUND };
+            let rounds = if self.events { 1 } else { POLLS };
             for _ in 0..rounds {
-                if self.completions.poll(into).context("asking for completions")? > 0 {
+                if self.completions.poll(into).context("polling completions")? > 0 {
                     return Ok(());
                 }
                 std::hint::spin_loop();
@@ -78,7 +78,7 @@ impl Waiter {
             let waited = start.elapsed();
             if waited >= self.limit {
                 bail!(
-                    "{} did not come within {:?}: is the link up, does the other side still run? --timeout sets the limit",
+                    "{} did not complete within {:?}: is the link up, and is the other side running? --timeout sets the limit",
                     what(),
                     self.limit
                 );
@@ -86,19 +86,19 @@ impl Waiter {
             if !self.events {
                 continue;
             }
-            self.completions.arm().context("asking for an event")?;
-            // What came before the queue was armed makes no event.
-            if self.completions.poll(into).context("asking for completions")? > 0 {
+            self.completions.arm().context("requesting a completion event")?;
+            // A completion before ibv_req_notify_cq() causes no event.
+            if self.completions.poll(into).context("polling completions")? > 0 {
                 return Ok(());
             }
             self.completions
-                .wait(NAP.min(self.limit.saturating_sub(waited)))
-                .context("waiting for an event")?;
+                .wait(MAX_SLEEP.min(self.limit.saturating_sub(waited)))
+                .context("waiting for a completion event")?;
         }
     }
 }
 
-/// Fails with the first failure among completions: those after it are mostly flushed for its sake.
+/// Returns the first failure as an error: the ones after it are usually flush errors that it caused.
 fn check(completions: &[Completion], what: &dyn Fn() -> String) -> Result<()> {
     match completions.iter().find_map(|done| done.failure) {
         Some(failure) => bail!("{} failed: {failure}", what()),
@@ -112,7 +112,7 @@ mod tests {
     use crate::sys::verbs::Failure;
 
     #[test]
-    fn the_first_failure_is_told() {
+    fn the_first_failure_is_reported() {
         let good = Completion {
             id: 1,
             failure: None,

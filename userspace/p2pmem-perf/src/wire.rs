@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The bootstrap between the two sides: what the test is, where memory and queues are, when to begin, what came of it.
-//! One JSON object a line over TCP.
+//! The control protocol between the two sides: test parameters, endpoints, start, and results. One JSON object per
+//! line, over TCP.
 //!
-//! The other side is not trusted: lines are bounded, unknown messages and fields are refused, every number is checked
-//! before it is used, and every wait has a limit.
+//! The peer is not trusted: lines have a maximum length, unknown messages and fields are rejected, every number is
+//! checked before use, and every wait has a limit.
 //!
 //! ```text
-//! client: hello                                      what is to be tried
-//! server: welcome                                    its queues and memory
-//! client: connect                                    the client's
-//! server: ready                                      both can send
+//! client: hello                                      the test parameters
+//! server: welcome                                    the server's queue pairs and memory
+//! client: connect                                    the client's queue pairs and memory
+//! server: ready                                      both sides can send
 //!   client: start           } for each size
 //!   server: started         }
-//!   client: alive ...       }   while messages are under way
+//!   client: alive ...       }   while messages are in flight
 //!   client: finish          }
-//!   server: finished        }   what it found in its memory
+//!   server: finished        }   result of the check of the server's memory
 //! client: bye
 //! ```
-//! Either side says `failed` with a reason instead, whenever it cannot go on.
+//! Instead of any message, a side that cannot continue sends `failed` with a reason.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -29,25 +29,25 @@ use clap::ValueEnum;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::pattern::Checked;
+use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
 
-/// Version of what both sides say to each other.
+/// Version of the protocol.
 pub const VERSION: u32 = 1;
-/// Longest line.
-const LONGEST: usize = 1 << 20;
-/// The error if the connection ends without a message.
-const ENDED: &str = "the other side ended the connection: look at what it printed";
-/// Most NICs of one side.
-pub const MOST_NICS: usize = 64;
+/// Maximum length of a line in bytes.
+const MAX_LINE: usize = 1 << 20;
+/// Error if the connection ends without the message `failed`.
+const DISCONNECTED: &str = "the other side ended the connection: see its output";
+/// Maximum number of NICs of one side.
+pub const MAX_NICS: usize = 64;
 /// Maximum number of messages in flight.
-pub const MOST_DEPTH: u32 = 8192;
-/// Most messages of one size: their times are kept.
-const MOST_MESSAGES: u64 = 10_000_000;
-/// Longest reason that is passed on.
-const LONGEST_REASON: usize = 2000;
+pub const MAX_DEPTH: u32 = 8192;
+/// Maximum number of messages of one size. The client stores two times for each message.
+const MAX_MESSAGES: u64 = 10_000_000;
+/// Maximum length of the reason in `failed`, in bytes.
+const MAX_REASON: usize = 2000;
 
-/// What the messages do.
+/// RDMA operation of the messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
@@ -59,111 +59,111 @@ pub enum Mode {
     Send,
 }
 
-/// The test. The client chooses it and sends it to the server.
+/// Parameters of a test. The client chooses them and sends them to the server.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Test {
-    /// What the messages do.
+    /// RDMA operation of the messages.
     pub mode: Mode,
-    /// Their sizes in bytes.
+    /// Sizes of the messages in bytes.
     pub sizes: Vec<u64>,
-    /// Messages of each size, by each NIC.
+    /// Number of messages of each size and NIC.
     pub iterations: u64,
-    /// Bytes of each size that each NIC moves at most: fewer messages of the large sizes.
+    /// Maximum number of bytes of each size and NIC. Limits the number of large messages.
     pub volume: Option<u64>,
-    /// Messages in flight at once.
+    /// Maximum number of messages in flight.
     pub depth: u32,
-    /// Bytes of slots for one side's messages, unless two messages are larger.
+    /// Bytes for the slots of one side. Two messages always fit, also if they are larger.
     pub budget: u64,
-    /// Writes are handed over: the server reports that it has handled a message, and the client reads that by RDMA READ.
+    /// Writes with handshake: the server counts handled messages, and the client reads the counter by RDMA READ.
     pub handshake: bool,
-    /// Both sides move their payload through host memory.
+    /// Both sides copy the payload through host memory.
     pub staged: bool,
-    /// The target is compared byte by byte afterwards.
+    /// The target is compared byte by byte after the messages.
     pub verify: bool,
-    /// Seed of the payload.
+    /// Seed of the pattern.
     pub seed: u64,
-    /// NICs on each side.
+    /// Number of NICs of each side.
     pub nics: usize,
 }
 
 impl Test {
-    /// Messages of a size.
+    /// Returns the number of messages of `size` bytes.
     pub fn messages(&self, size: u64) -> u64 {
         let most = self.volume.map_or(u64::MAX, |volume| (volume / size).max(1));
         self.iterations.min(most)
     }
 
-    /// Whether the server handles each message: it gets a completion for each.
-    pub fn is_handed_over(&self) -> bool {
+    /// Returns whether the server handles each message, and so gets a completion for each.
+    pub fn has_handshake(&self) -> bool {
         self.handshake || self.staged
     }
 
-    /// Checks what the other side, or the command line, asks for.
+    /// Checks parameters that come from the peer or from the command line.
     ///
     /// # Errors
     ///
-    /// What cannot be done.
+    /// A parameter is out of range, or two parameters exclude each other.
     pub fn check(&self) -> Result<(), String> {
         for size in &self.sizes {
             check_message(*size)?;
         }
         let no = |holds: bool, why: &str| if holds { Err(why.to_owned()) } else { Ok(()) };
-        no(self.sizes.is_empty() || self.sizes.len() > 64, "give 1 to 64 sizes")?;
+        no(self.sizes.is_empty() || self.sizes.len() > 64, "specify 1 to 64 sizes")?;
         no(
-            !(1..=MOST_MESSAGES).contains(&self.iterations),
-            "give 1 to 10000000 messages of each size",
+            !(1..=MAX_MESSAGES).contains(&self.iterations),
+            "specify 1 to 10000000 messages of each size",
         )?;
-        no(self.volume == Some(0), "a volume of 0 bytes is no test")?;
+        no(self.volume == Some(0), "specify a volume of at least 1 byte")?;
         no(
-            !(1..=MOST_DEPTH).contains(&self.depth),
-            &format!("give a depth of 1 to {MOST_DEPTH} messages"),
+            !(1..=MAX_DEPTH).contains(&self.depth),
+            &format!("specify a depth of 1 to {MAX_DEPTH} messages"),
         )?;
         no(
             self.handshake && self.mode != Mode::Write,
-            "only writes have a handshake: reads need none, and sends have their receives",
+            "only writes have a handshake: use --mode write",
         )?;
         no(
             self.staged && self.mode != Mode::Write,
             "only writes can be staged: use --mode write",
         )?;
         no(
-            !(1..=MOST_NICS).contains(&self.nics),
-            &format!("give 1 to {MOST_NICS} NICs"),
+            !(1..=MAX_NICS).contains(&self.nics),
+            &format!("specify 1 to {MAX_NICS} NICs"),
         )
     }
 }
 
-/// Memory that the other side may reach.
+/// Memory that the peer may access.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Window {
-    /// Its first byte's address, as verbs want it.
+    /// Address of the first byte, as in a work request.
     pub address: u64,
-    /// The key to it.
+    /// Remote key.
     pub rkey: u32,
-    /// Its bytes.
+    /// Length in bytes.
     pub bytes: u64,
 }
 
 impl Window {
-    /// The address of byte `at`, where `bytes` from there on are inside.
+    /// Returns the address of byte `at`. `bytes` bytes from there must be inside the window.
     ///
     /// # Errors
     ///
-    /// They are not.
+    /// The bytes are not inside the window.
     pub fn at(&self, at: u64, bytes: u64) -> Result<u64> {
         match at.checked_add(bytes) {
-            Some(end) if end <= self.bytes => self.address.checked_add(at).context("an address beyond 2^64"),
+            Some(end) if end <= self.bytes => self.address.checked_add(at).context("the address exceeds 64 bits"),
             _ => bail!(
-                "{bytes} bytes at {at} are not inside the {} that the other side offers",
+                "{bytes} bytes at {at} exceed the {} bytes that the other side offers",
                 self.bytes
             ),
         }
     }
 }
 
-/// A queue pair and its memory.
+/// A queue pair and the memory that the peer accesses through it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Endpoint {
@@ -171,25 +171,25 @@ pub struct Endpoint {
     pub nic: String,
     /// `infiniband` or `ethernet`.
     pub link: Link,
-    /// Local identifier of its port, 0 on Ethernet.
+    /// LID of the port; 0 on Ethernet.
     pub lid: u16,
     /// The port's GID.
     pub gid: [u8; 16],
     /// Number of the queue pair, 24 bits.
     pub qpn: u32,
-    /// First packet number, 24 bits.
+    /// Initial packet sequence number, 24 bits.
     pub psn: u32,
-    /// Largest packet, in bytes.
+    /// MTU in bytes.
     pub mtu: u32,
-    /// RDMA READs that it answers at once.
+    /// Maximum number of outstanding RDMA READs as a responder.
     pub reads: u8,
-    /// Memory for the payload, in the kind of memory that is tried.
+    /// Memory for the payload.
     pub payload: Window,
-    /// The word that says how many messages were handled.
+    /// The handshake word, which counts handled messages.
     pub handled: Window,
 }
 
-/// Kind of a link.
+/// Link layer of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Link {
@@ -209,67 +209,67 @@ impl Endpoint {
             );
         }
         if ![256, 512, 1024, 2048, 4096].contains(&self.mtu) {
-            bail!("an MTU of {} bytes does not exist", self.mtu);
+            bail!("an MTU of {} bytes is not valid", self.mtu);
         }
         if self.nic.len() > 64 {
-            bail!("the name of a NIC is too long");
+            bail!("the name of a NIC has more than 64 bytes");
         }
         Ok(())
     }
 }
 
-/// Checks the endpoints of the other side.
+/// Checks the endpoints that the peer sent.
 ///
 /// # Errors
 ///
-/// What is wrong with them.
+/// The number of endpoints is not `nics`, or a field is out of range.
 pub fn check_endpoints(endpoints: &[Endpoint], nics: usize) -> Result<()> {
     if endpoints.len() != nics {
-        bail!("the other side has {} queues, not {nics}", endpoints.len());
+        bail!("the other side sent {} queue pairs, expected {nics}", endpoints.len());
     }
     endpoints.iter().try_for_each(|endpoint| {
         endpoint
             .check()
-            .with_context(|| format!("what the other side says of its NIC {:?}", endpoint.nic))
+            .with_context(|| format!("endpoint of the other side's NIC {:?}", endpoint.nic))
     })
 }
 
-/// What a side's memory is.
+/// Description of one side's NICs and memory.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Side {
-    /// Its NICs.
+    /// Names of the NICs.
     pub nics: Vec<String>,
     /// `cpu`, `accelerator` or `pageless`.
     pub memory: String,
-    /// The provider of each NIC's memory, by PCI address; empty for host memory.
+    /// PCI address of the provider of each NIC's memory; empty for host memory.
     pub providers: Vec<String>,
-    /// How the memory was registered: `dma-buf`, or `reg-mr`.
+    /// Registration method: `dma-buf` or `reg-mr`.
     pub registration: String,
 }
 
-/// What the server found after the messages of one size, for each NIC.
+/// The server's result for the messages of one size and one NIC.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Found {
-    /// The check of its memory, if it is the target and the test requests a check.
-    pub checked: Option<Checked>,
-    /// Bytes its processor copied.
+pub struct ServerResult {
+    /// Result of the comparison, if the server's memory is the target and the test requests a comparison.
+    pub checked: Option<Comparison>,
+    /// Bytes that the server's processor copied.
     pub copied: u64,
 }
 
-/// What the client says.
+/// Messages of the client.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum FromClient {
     /// The first message.
     Hello {
-        /// Its [`VERSION`].
+        /// [`VERSION`] of the client.
         version: u32,
-        /// What is to be tried.
+        /// Parameters of the test.
         test: Test,
     },
-    /// Its queues.
+    /// The client's queue pairs and memory.
     Connect(Vec<Endpoint>),
     /// Messages of this size follow.
     Start(u64),
@@ -279,36 +279,36 @@ pub enum FromClient {
     Finish,
     /// The test is over.
     Bye,
-    /// It cannot go on.
+    /// The client cannot continue.
     Failed(String),
 }
 
-/// What the server says.
+/// Messages of the server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 pub enum FromServer {
     /// The answer to `hello`.
     Welcome {
-        /// Its [`VERSION`].
+        /// [`VERSION`] of the server.
         version: u32,
-        /// What its memory is.
+        /// The server's NICs and memory.
         side: Side,
-        /// Its queues.
+        /// The server's queue pairs and memory.
         endpoints: Vec<Endpoint>,
     },
-    /// Its queues are connected.
+    /// The server's queue pairs are connected.
     Ready,
-    /// Its memory is prepared for the size.
+    /// The server's memory is prepared for the size.
     Started,
-    /// What it found, for each NIC.
-    Finished(Vec<Found>),
-    /// It cannot go on.
+    /// The server's result for each NIC.
+    Finished(Vec<ServerResult>),
+    /// The server cannot continue.
     Failed(String),
 }
 
-/// A message by which a side says that it cannot go on.
+/// A message of the protocol.
 pub trait Message: Serialize + DeserializeOwned {
-    /// The reason, if it is that.
+    /// Returns the reason if the message is `failed`.
     fn failure(&self) -> Option<&str>;
 }
 
@@ -332,35 +332,35 @@ impl Message for FromServer {
     }
 }
 
-/// A reason, as short as the other side accepts it.
+/// Returns the text of an error, truncated to the maximum length that the peer accepts.
 pub fn reason(error: &anyhow::Error) -> String {
     let mut text = format!("{error:#}");
-    if text.len() > LONGEST_REASON {
-        let end = (0..=LONGEST_REASON).rev().find(|at| text.is_char_boundary(*at));
+    if text.len() > MAX_REASON {
+        let end = (0..=MAX_REASON).rev().find(|at| text.is_char_boundary(*at));
         text.truncate(end.unwrap_or(0));
     }
     text
 }
 
-/// Sizes as the table of contents shows them.
+/// Returns the sizes of a test, for display.
 pub fn sizes_of(test: &Test) -> Sizes {
     Sizes(test.sizes.clone())
 }
 
-/// A connection to the other side.
+/// A control connection to the peer.
 #[derive(Debug)]
-pub struct Line {
+pub struct Control {
     stream: TcpStream,
     received: Vec<u8>,
     limit: Duration,
 }
 
-impl Line {
-    /// Over a connected socket; no wait is longer than `limit`.
+impl Control {
+    /// Wraps a connected socket. `limit` is the longest wait of all functions.
     ///
     /// # Errors
     ///
-    /// The socket takes no options.
+    /// Setting the socket options failed.
     pub fn new(stream: TcpStream, limit: Duration) -> Result<Self> {
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(limit))?;
@@ -371,65 +371,65 @@ impl Line {
         })
     }
 
-    /// Says something.
+    /// Sends a message.
     ///
     /// # Errors
     ///
-    /// The other side is gone, or does not listen.
-    pub fn say(&mut self, message: &impl Message) -> Result<()> {
+    /// The peer closed the connection, or does not read within the limit.
+    pub fn send(&mut self, message: &impl Message) -> Result<()> {
         let mut line = serde_json::to_vec(message)?;
         line.push(b'\n');
         self.stream
             .write_all(&line)
-            .context("the other side does not listen any more: look at what it printed")
+            .context("the other side does not read messages: see its output")
     }
 
     /// Waits for a message.
     ///
     /// # Errors
     ///
-    /// The limit is over, the other side is gone or failed, or what it says is no message.
-    pub fn hear<M: Message>(&mut self) -> Result<M> {
+    /// The limit ended, the peer closed the connection or sent `failed`, or the line is not a valid message.
+    pub fn receive<M: Message>(&mut self) -> Result<M> {
         let limit = self.limit;
-        match self.hear_within(limit)? {
+        match self.receive_within(limit)? {
             Some(message) => Ok(message),
-            None => bail!("the other side said nothing for {limit:?}: is it stuck? --timeout sets the limit"),
+            None => bail!("no message of the other side for {limit:?}: does it hang? --timeout sets the limit"),
         }
     }
 
-    /// Waits for a message up to a limit; returns none if none came.
+    /// Waits for a message, no longer than `limit`. Returns `None` if no message arrived.
     ///
     /// # Errors
     ///
-    /// As [`Line::hear`], except for the limit.
-    pub fn hear_within<M: Message>(&mut self, limit: Duration) -> Result<Option<M>> {
+    /// As [`Control::receive`], except for the limit.
+    pub fn receive_within<M: Message>(&mut self, limit: Duration) -> Result<Option<M>> {
         let deadline = Instant::now() + limit;
         loop {
             if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.received.drain(..=end).collect();
                 return parse(&line).map(Some);
             }
-            if self.received.len() > LONGEST {
-                bail!("the other side sends a line without an end: is it p2pmem-perf?");
+            if self.received.len() > MAX_LINE {
+                bail!("the other side sent a line of more than {MAX_LINE} bytes: is it p2pmem-perf?");
             }
-            // A timeout of zero means none, to the kernel.
+            // The kernel treats a timeout of zero as no timeout.
             let left = deadline
                 .saturating_duration_since(Instant::now())
                 .max(Duration::from_millis(1));
             self.stream.set_read_timeout(Some(left))?;
-            let mut piece = [0; 4096];
-            match self.stream.read(&mut piece) {
-                Ok(0) => bail!(ENDED),
-                Ok(count) => self.received.extend_from_slice(&piece[..count]),
+            let mut chunk = [0; 4096];
+            match self.stream.read(&mut chunk) {
+                Ok(0) => bail!(DISCONNECTED),
+                Ok(count) => self.received.extend_from_slice(&chunk[..count]),
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
                     if Instant::now() >= deadline {
                         return Ok(None);
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // It ended before it had read all it was sent.
-                Err(error) if error.kind() == ErrorKind::ConnectionReset => bail!(ENDED),
-                Err(error) => return Err(error).context("the connection to the other side broke"),
+                // The peer closed the connection with unread data.
+                Err(error) if error.kind() == ErrorKind::ConnectionReset => bail!(DISCONNECTED),
+                Err(error) => return Err(error).context("receiving from the other side"),
             }
         }
     }
@@ -438,14 +438,12 @@ impl Line {
 fn parse<M: Message>(line: &[u8]) -> Result<M> {
     let message: M = serde_json::from_slice(line).with_context(|| {
         let start = String::from_utf8_lossy(&line[..line.len().min(80)]);
-        format!(
-            "the other side does not speak this program's language (is it p2pmem-perf of the same version?): {start:?}"
-        )
+        format!("the other side sent an invalid message (is it p2pmem-perf of the same version?): {start:?}")
     })?;
     match message.failure() {
         Some(why) => {
-            // It may say anything: no control characters on the terminal.
-            let why: String = why.chars().filter(|c| !c.is_control()).take(LONGEST_REASON).collect();
+            // The reason is untrusted text: no control characters on the terminal.
+            let why: String = why.chars().filter(|c| !c.is_control()).take(MAX_REASON).collect();
             bail!("the other side failed: {why}")
         }
         None => Ok(message),

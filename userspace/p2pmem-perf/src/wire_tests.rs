@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the bootstrap: what peers say that are broken, hostile or silent.
+//! Tests of the control protocol with peers that send invalid data, send nothing, or disconnect.
 
 use std::net::{TcpListener, TcpStream};
 use std::thread;
@@ -11,12 +11,12 @@ use super::*;
 
 const LIMIT: Duration = Duration::from_secs(10);
 
-/// A line whose other end is a plain socket.
-fn pair(limit: Duration) -> (Line, TcpStream) {
+/// Returns a control connection and the plain socket at its other end.
+fn pair(limit: Duration) -> (Control, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (stream, _) = listener.accept().unwrap();
-    (Line::new(stream, limit).unwrap(), other)
+    (Control::new(stream, limit).unwrap(), other)
 }
 
 fn test() -> Test {
@@ -58,22 +58,22 @@ fn endpoint() -> Endpoint {
     }
 }
 
-/// The error that a peer's bytes lead to.
+/// Returns the error after the peer sent `bytes` and closed the connection.
 fn error_of(bytes: &[u8]) -> String {
     let (mut line, mut other) = pair(LIMIT);
     let bytes = bytes.to_vec();
     let writer = thread::spawn(move || {
-        // A receiver of malformed bytes closes the connection before their end.
+        // The receiver may close the connection before it has read all bytes.
         let _ = other.write_all(&bytes);
     });
-    let error = format!("{:#}", line.hear::<FromServer>().unwrap_err());
+    let error = format!("{:#}", line.receive::<FromServer>().unwrap_err());
     drop(line);
     writer.join().unwrap();
     error
 }
 
 #[test]
-fn messages_arrive_whole_however_they_are_cut() {
+fn messages_arrive_in_any_fragmentation() {
     let (mut line, mut other) = pair(LIMIT);
     let hello = FromClient::Hello {
         version: VERSION,
@@ -85,30 +85,30 @@ fn messages_arrive_whole_however_they_are_cut() {
     bytes.extend(serde_json::to_vec(&connect).unwrap());
     bytes.push(b'\n');
     let writer = thread::spawn(move || {
-        for piece in bytes.chunks(7) {
-            other.write_all(piece).unwrap();
+        for chunk in bytes.chunks(7) {
+            other.write_all(chunk).unwrap();
         }
         other
     });
-    assert_eq!(line.hear::<FromClient>().unwrap(), hello);
-    assert_eq!(line.hear::<FromClient>().unwrap(), connect);
+    assert_eq!(line.receive::<FromClient>().unwrap(), hello);
+    assert_eq!(line.receive::<FromClient>().unwrap(), connect);
     drop(writer.join().unwrap());
-    let error = line.hear::<FromClient>().unwrap_err().to_string();
+    let error = line.receive::<FromClient>().unwrap_err().to_string();
     assert!(error.contains("ended the connection"), "{error}");
 }
 
 #[test]
-fn whoever_ends_with_something_unread_has_ended_too() {
+fn a_connection_closed_with_unread_data_has_ended() {
     let (mut line, other) = pair(LIMIT);
-    line.say(&FromClient::Connect(vec![endpoint()])).unwrap();
+    line.send(&FromClient::Connect(vec![endpoint()])).unwrap();
     drop(other);
-    let error = line.hear::<FromServer>().unwrap_err().to_string();
+    let error = line.receive::<FromServer>().unwrap_err().to_string();
     assert!(error.contains("ended the connection"), "{error}");
 }
 
 #[test]
-fn nonsense_is_refused() {
-    for nonsense in [
+fn invalid_messages_are_rejected() {
+    for message in [
         &b"GET / HTTP/1.1\r\n\r\n"[..],
         b"\n",
         b"{}\n",
@@ -119,11 +119,11 @@ fn nonsense_is_refused() {
         b"{\"finished\":[{\"checked\":null,\"copied\":0,\"more\":0}]}\n",
         b"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\n",
     ] {
-        let error = error_of(nonsense);
-        assert!(error.contains("does not speak"), "{nonsense:?}: {error}");
+        let error = error_of(message);
+        assert!(error.contains("invalid message"), "{message:?}: {error}");
     }
-    let error = error_of(&vec![b'['; LONGEST + 5000]);
-    assert!(error.contains("without an end"), "{error}");
+    let error = error_of(&vec![b'['; MAX_LINE + 5000]);
+    assert!(error.contains("a line of more than"), "{error}");
 }
 
 #[test]
@@ -133,20 +133,20 @@ fn the_other_sides_reason_is_passed_on_without_control_characters() {
 }
 
 #[test]
-fn silence_ends_at_the_limit() {
+fn a_wait_ends_at_the_limit() {
     let (mut line, mut other) = pair(Duration::from_millis(50));
-    let error = line.hear::<FromServer>().unwrap_err().to_string();
-    assert!(error.contains("said nothing") && error.contains("--timeout"), "{error}");
-    // Half a message is silence too, and is not lost.
+    let error = line.receive::<FromServer>().unwrap_err().to_string();
+    assert!(error.contains("no message") && error.contains("--timeout"), "{error}");
+    // An incomplete message counts as no message, and its bytes are kept.
     other.write_all(b"\"rea").unwrap();
-    let none: Option<FromServer> = line.hear_within(Duration::from_millis(20)).unwrap();
+    let none: Option<FromServer> = line.receive_within(Duration::from_millis(20)).unwrap();
     assert_eq!(none, None);
     other.write_all(b"dy\"\n").unwrap();
-    assert_eq!(line.hear::<FromServer>().unwrap(), FromServer::Ready);
+    assert_eq!(line.receive::<FromServer>().unwrap(), FromServer::Ready);
 }
 
 #[test]
-fn tests_that_cannot_be_done_are_refused() {
+fn invalid_parameters_are_rejected() {
     assert_eq!(test().check(), Ok(()));
     type Change = fn(&mut Test);
     let change: [(&str, Change); 11] = [
@@ -178,7 +178,7 @@ fn tests_that_cannot_be_done_are_refused() {
 }
 
 #[test]
-fn large_sizes_get_fewer_messages_where_a_volume_is_set() {
+fn a_volume_limits_the_messages_of_large_sizes() {
     let test = Test {
         volume: Some(1 << 30),
         ..test()
@@ -213,7 +213,7 @@ fn endpoints_are_checked() {
 }
 
 #[test]
-fn nobody_is_sent_beyond_a_window() {
+fn addresses_beyond_a_window_are_rejected() {
     let window = endpoint().payload;
     assert_eq!(window.at(0, 4096).unwrap(), 1 << 40);
     assert_eq!(window.at(4095, 1).unwrap(), (1 << 40) + 4095);
@@ -228,15 +228,15 @@ fn nobody_is_sent_beyond_a_window() {
 }
 
 #[test]
-fn long_reasons_are_cut_between_characters() {
-    let long = anyhow::anyhow!("{}", "é".repeat(LONGEST_REASON));
+fn long_reasons_are_truncated_between_characters() {
+    let long = anyhow::anyhow!("{}", "é".repeat(MAX_REASON));
     let short = reason(&long);
-    assert!(short.len() <= LONGEST_REASON && short.chars().all(|c| c == 'é'));
+    assert!(short.len() <= MAX_REASON && short.chars().all(|c| c == 'é'));
 }
 
 proptest! {
     #[test]
-    fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+    fn arbitrary_bytes_cause_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         let _ = parse::<FromClient>(&bytes);
         let _ = parse::<FromServer>(&bytes);
     }
@@ -248,7 +248,7 @@ proptest! {
         let at = at % bytes.len();
         bytes[at] = byte;
         if let Ok(FromClient::Hello { test, .. }) = parse(&bytes) {
-            // Whatever it is now, it is checked before it is used.
+            // A damaged message that parses is still checked before use.
             let _ = test.check();
         }
     }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `libp2pmem_preload.so`: preloaded, it lets an unmodified RDMA program register p2pmem memory that it has mapped.
+//! `libp2pmem_preload.so`: a preloaded library that lets unmodified RDMA programs register mapped p2pmem memory.
 //!
 //! ```text
 //! LD_PRELOAD=libp2pmem_preload.so ib_write_bw --mmap=/dev/p2pmem
 //! ```
 //!
 //! A stock kernel's RDMA core does not register device memory by its addresses: `ibv_reg_mr()` on a mapping of
-//! /dev/p2pmem fails. This library replaces `ibv_reg_mr()`, `ibv_reg_mr_iova()` and `ibv_reg_mr_iova2()`. The module
-//! exports the memory at these addresses as a dma-buf, and the library registers the dma-buf with `ibv_reg_dmabuf_mr()`.
-//! The result looks to the program as if its own call had succeeded. For memory that the module does not know, the library
-//! calls the real function with the same arguments. `ibv_rereg_mr()` of such a region fails; `ibv_dereg_mr()` works as
-//! usual.
+//! /dev/p2pmem fails. This library replaces `ibv_reg_mr()`, `ibv_reg_mr_iova()`, and `ibv_reg_mr_iova2()`. The module
+//! exports the memory at these addresses as a dma-buf, and the library registers the dma-buf with
+//! `ibv_reg_dmabuf_mr()`. The program sees a successful call. For memory that is not p2pmem memory, the library calls
+//! the real function with the same arguments. `ibv_rereg_mr()` of p2pmem memory fails; `ibv_dereg_mr()` works.
 //!
 //! The library has no state: no list of regions, no open file, no lock. The dma-buf lives as long as the region. So any
 //! number of threads may register, and a child after `fork()` starts like any other process. The library allocates memory
@@ -34,23 +33,23 @@ use p2pmem_verbs_sys::access::{
 use crate::line::say;
 use crate::sys::{Device, Domain, Errno, Region};
 
-/// What the kernel takes for dma-bufs.
+/// Access flags that the kernel accepts for dma-bufs.
 const POSSIBLE: u32 = LOCAL_WRITE | REMOTE_WRITE | REMOTE_READ | REMOTE_ATOMIC | RELAXED_ORDERING;
 
-/// A registration that a program asks for.
+/// Arguments of a registration by the program.
 #[derive(Debug, Clone, Copy)]
 struct Call {
-    /// The function's name.
+    /// Name of the function.
     name: &'static str,
     addr: u64,
     length: usize,
-    /// What work requests call the first byte.
+    /// Address of the first byte in work requests.
     iova: u64,
     access: u32,
 }
 
-/// The pages that `length` bytes at `addr` are in: start and size. None where they are in none, or pass the end of
-/// memory, as a program's request for all memory does.
+/// Returns the pages that contain `length` bytes at `addr`: start and size. `None` for zero bytes, and for a range that
+/// exceeds the address space, such as a program's request for all memory.
 fn pages(addr: u64, length: usize, page: u64) -> Option<(u64, u64)> {
     let length = u64::try_from(length).ok().filter(|length| *length > 0)?;
     let start = addr - addr % page;
@@ -58,18 +57,18 @@ fn pages(addr: u64, length: usize, page: u64) -> Option<(u64, u64)> {
     Some((start, end - start))
 }
 
-/// Registers memory of the module's. None where it is not the module's, which is for the real function to deal with.
+/// Registers p2pmem memory. Returns `None` for other memory, which the caller passes to the real function.
 fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
     let (start, size) = pages(call.addr, call.length, sys::page_size())?;
-    // No device: then nothing of it can be mapped; or one that the program may not open, while it has a mapping that it
-    // was given. A stock kernel refuses that mapping, and the caller then says why: see refused_elsewhere().
+    // Without access to the device file, the process either has no p2pmem mapping, or received one from another
+    // process. A stock kernel rejects this mapping, and explain_failure() then reports the reason.
     let device = Device::open().ok()?;
     let dmabuf = match device.export(start, size) {
         Ok(dmabuf) => dmabuf,
-        // Not the module's; or a module that exports nothing.
+        // Not p2pmem memory, or a module without this export.
         Err(Errno(libc::ENOENT | libc::ENOTTY)) => return None,
         Err(errno) => {
-            let mut reason = [0; line::MOST];
+            let mut reason = [0; line::MAX_LINE];
             let reason = device.reason(&mut reason);
             say!("{call} on {domain}: cannot be exported: {errno}{reason}");
             return Some(Err(errno));
@@ -83,13 +82,13 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
     }
     match domain.reg_dmabuf(&dmabuf, call.addr - start, call, access) {
         Ok(region) => {
-            if line::wanted() {
-                say!("{call} on {domain}: is a dma-buf region now, {region}");
+            if line::log_success() {
+                say!("{call} on {domain}: registered as a dma-buf, {region}");
             }
             Some(Ok(region))
         }
         Err(errno) => {
-            let mut reason = [0; line::MOST];
+            let mut reason = [0; line::MAX_LINE];
             let reason = match errno {
                 // The module's message belongs to this import only if the error is the same.
                 errno if device.last_errno() == Some(errno) => device.reason(&mut reason),
@@ -97,30 +96,30 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
                 Errno(libc::ENOSYS) => ": libibverbs is too old for dma-bufs",
                 _ => "",
             };
-            say!("{call} on {domain}: as a dma-buf region: {errno}{reason}");
+            say!("{call} on {domain}: dma-buf registration failed: {errno}{reason}");
             Some(Err(errno))
         }
     }
 }
 
-/// Says why the real function failed, where that has to do with the module's memory.
-fn refused_elsewhere(call: &Call, domain: Domain) {
+/// Reports why the real function failed, if the reason concerns p2pmem memory.
+fn explain_failure(call: &Call, domain: Domain) {
     let page = sys::page_size();
     let Some((start, _)) = pages(call.addr, call.length, page) else {
         return;
     };
     match Device::open() {
         Ok(device) if device.export(start, page).is_ok() => {
-            say!("{call} on {domain}: it begins in p2pmem memory, and ends in other memory");
+            say!("{call} on {domain}: the range starts in p2pmem memory and ends in other memory");
         }
         Err(Errno(libc::EACCES | libc::EPERM)) if sys::is_p2pmem_mapping(start) => {
-            say!("{call} on {domain}: /dev/p2pmem may not be opened by this user");
+            say!("{call} on {domain}: this user has no access to /dev/p2pmem");
         }
         _ => {}
     }
 }
 
-/// Whether memory is the module's.
+/// Returns whether a range is p2pmem memory.
 fn is_p2pmem(addr: u64, length: usize) -> bool {
     let Some((start, size)) = pages(addr, length, sys::page_size()) else {
         return false;
@@ -128,7 +127,7 @@ fn is_p2pmem(addr: u64, length: usize) -> bool {
     Device::open().is_ok_and(|device| device.export(start, size).is_ok())
 }
 
-/// Whether a change of a region is refused: that of a region of the module's memory, or to such memory.
+/// Reports and returns whether ibv_rereg_mr() is rejected: for a region of p2pmem memory, or a move to p2pmem memory.
 fn rereg_is_refused(old: (u64, usize), new: Option<(u64, usize)>, domain: Domain) -> bool {
     let ours = [Some(old), new]
         .into_iter()
@@ -138,8 +137,8 @@ fn rereg_is_refused(old: (u64, usize), new: Option<(u64, usize)>, domain: Domain
         return false;
     };
     say!(
-        "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, whose regions cannot be changed: \
-         deregister it, and register it again"
+        "ibv_rereg_mr() on {domain}: {length} bytes at {addr:#x} are p2pmem memory, and its regions cannot be changed: \
+         deregister the region, and register the memory again"
     );
     true
 }

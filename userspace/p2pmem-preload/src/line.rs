@@ -1,25 +1,25 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Lines on standard error, made without allocating and written whole.
+//! Lines on standard error, formatted without allocation and written by one call.
 
 use std::fmt::{self, Write};
 
 use crate::sys::{self, Errno};
 use crate::Call;
 
-/// Maximum length of a line or message in bytes. Longer ones are cut.
-pub(crate) const MOST: usize = 512;
+/// Maximum length of a line or message in bytes. Longer ones are truncated.
+pub(crate) const MAX_LINE: usize = 512;
 
 /// Text in a fixed array.
 pub(crate) struct Line {
-    bytes: [u8; MOST],
+    bytes: [u8; MAX_LINE],
     len: usize,
 }
 
 impl Write for Line {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        // The last byte is the newline's.
-        let capacity = MOST - 1 - self.len;
+        // The last byte is reserved for the newline.
+        let capacity = MAX_LINE - 1 - self.len;
         let n = text.floor_char_boundary_at_most(capacity);
         self.bytes[self.len..self.len + n].copy_from_slice(&text.as_bytes()[..n]);
         self.len += n;
@@ -28,11 +28,11 @@ impl Write for Line {
 }
 
 /// `str::floor_char_boundary()`, which stable Rust does not have yet.
-trait Floor {
+trait FloorCharBoundary {
     fn floor_char_boundary_at_most(&self, most: usize) -> usize;
 }
 
-impl Floor for str {
+impl FloorCharBoundary for str {
     fn floor_char_boundary_at_most(&self, most: usize) -> usize {
         let mut n = most.min(self.len());
         while !self.is_char_boundary(n) {
@@ -45,16 +45,16 @@ impl Floor for str {
 /// Writes one line.
 pub(crate) fn write(args: fmt::Arguments<'_>) {
     let mut line = Line {
-        bytes: [0; MOST],
+        bytes: [0; MAX_LINE],
         len: 0,
     };
-    // It never fails; what does not fit is cut off.
+    // Never fails; text beyond the capacity is dropped.
     let _ = line.write_fmt(args);
     line.bytes[line.len] = b'\n';
     sys::write_stderr(&line.bytes[..=line.len]);
 }
 
-/// Says something on standard error.
+/// Writes a line to standard error, with the library's name.
 macro_rules! say {
     ($($args:tt)*) => {
         $crate::line::write(format_args!("p2pmem_preload: {}", format_args!($($args)*)))
@@ -62,8 +62,8 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Whether successful registrations are reported too.
-pub(crate) fn wanted() -> bool {
+/// Returns whether successful registrations are reported, too.
+pub(crate) fn log_success() -> bool {
     sys::environment(c"P2PMEM_PRELOAD_LOG").is_some_and(|value| !value.is_empty() && value.to_bytes() != b"0")
 }
 
@@ -85,7 +85,7 @@ pub(crate) const ENOTSUPP: libc::c_int = 524;
 
 impl fmt::Display for Errno {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A table, as strerror() may allocate, and errnos beyond it are rare here.
+        // A table, because strerror() may allocate. Other errnos are rare here.
         let (name, text) = match self.0 {
             libc::EPERM => ("EPERM", "not permitted"),
             libc::ENXIO => ("ENXIO", "no such device or address"),
@@ -116,14 +116,14 @@ mod tests {
     #[test]
     fn a_line_is_cut_between_characters() {
         let mut line = Line {
-            bytes: [0; MOST],
+            bytes: [0; MAX_LINE],
             len: 0,
         };
-        for _ in 0..MOST {
+        for _ in 0..MAX_LINE {
             line.write_str("aé").unwrap();
         }
-        assert!(line.len < MOST && line.len >= MOST - 3);
+        assert!(line.len < MAX_LINE && line.len >= MAX_LINE - 3);
         assert!(std::str::from_utf8(&line.bytes[..line.len]).is_ok());
-        assert_eq!(line.bytes[MOST - 1], 0, "space for the newline");
+        assert_eq!(line.bytes[MAX_LINE - 1], 0, "space for the newline");
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The functions that programs call, the real ones behind them, and the module's device: the one module with `unsafe`.
+//! The replacement functions, the real libibverbs functions, and the device file: the only module with `unsafe`.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_uint, c_void, CStr};
@@ -10,15 +10,15 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use p2pmem_sys as abi;
 use p2pmem_verbs_sys as ibv;
 
-use crate::line::MOST;
-use crate::{refused_elsewhere, register, rereg_is_refused, Call};
+use crate::line::MAX_LINE;
+use crate::{explain_failure, register, rereg_is_refused, Call};
 
-/// An errno, positive.
+/// A positive errno.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Errno(pub(crate) c_int);
 
 impl Errno {
-    /// What the last system or library call of this thread left.
+    /// Returns the errno of the last system or library call of this thread.
     fn last() -> Self {
         // SAFETY: the address of errno is valid in every thread.
         Self(unsafe { *libc::__errno_location() })
@@ -30,35 +30,35 @@ impl Errno {
     }
 }
 
-/// Bytes of a page.
+/// Returns the page size in bytes.
 pub(crate) fn page_size() -> u64 {
-    // SAFETY: it reads a constant of the process.
+    // SAFETY: sysconf() reads a constant of the process.
     u64::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(4096)
 }
 
-/// Writes to standard error, as far as it goes in one call.
+/// Writes to standard error by one call; ignores a short write.
 pub(crate) fn write_stderr(bytes: &[u8]) {
     // SAFETY: the bytes are read only. An error means that standard error is closed, and cannot be reported.
     let _ = unsafe { libc::write(libc::STDERR_FILENO, bytes.as_ptr().cast(), bytes.len()) };
 }
 
-/// A variable of the environment.
+/// Returns an environment variable.
 pub(crate) fn environment(name: &CStr) -> Option<&'static CStr> {
-    // SAFETY: the name is NUL-terminated. The value stays as long as the program does not change it while a thread of it
-    // registers memory, which the program must not do anyhow: libibverbs reads its environment too.
+    // SAFETY: the name is NUL-terminated. The value is valid until the program changes the variable. A program must not
+    // do so while a thread registers memory, because libibverbs reads its environment, too.
     unsafe {
         let value = libc::getenv(name.as_ptr());
         (!value.is_null()).then(|| CStr::from_ptr(value))
     }
 }
 
-/// A descriptor that is closed when dropped.
+/// A file descriptor that is closed on drop.
 pub(crate) struct Fd(c_int);
 
 impl Drop for Fd {
     fn drop(&mut self) {
         let errno = Errno::last();
-        // SAFETY: the descriptor is ours alone.
+        // SAFETY: this object owns the descriptor.
         unsafe { libc::close(self.0) };
         errno.set();
     }
@@ -78,10 +78,10 @@ impl Device {
 
     /// # Safety
     ///
-    /// `request` must be an ioctl of the module's for a `T`, and addresses in `argument` valid for what it does there.
+    /// `request` must be an ioctl of p2pmem for a `T`, and addresses in `argument` must be valid for this ioctl.
     unsafe fn ioctl<T>(&self, request: u32, argument: &mut T) -> Result<(), Errno> {
         loop {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees the argument.
             match unsafe { libc::ioctl(self.0 .0, request as _, std::ptr::from_mut(argument)) } {
                 0.. => return Ok(()),
                 _ if Errno::last() == Errno(libc::EINTR) => {}
@@ -90,7 +90,7 @@ impl Device {
         }
     }
 
-    /// A dma-buf of whole pages of this process.
+    /// Exports whole pages of this process as a dma-buf.
     pub(crate) fn export(&self, start: u64, size: u64) -> Result<Fd, Errno> {
         let range = abi::p2pmem_range { offset: start, size };
         let mut export = abi::p2pmem_export {
@@ -101,7 +101,7 @@ impl Device {
             range_size: size_of::<abi::p2pmem_range>() as u32,
             ..Default::default()
         };
-        // SAFETY: the one address is that of the one range, which is read.
+        // SAFETY: the only address is that of one range, which the module reads.
         unsafe { self.ioctl(abi::P2PMEM_IOC_EXPORT_DMABUF, &mut export) }?;
         Ok(Fd(export.fd))
     }
@@ -120,13 +120,13 @@ impl Device {
         Some((Errno(i32::try_from(explain.error).ok()?), end))
     }
 
-    /// The errno of what was refused last through this file.
+    /// Returns the errno of the last refusal through this file.
     pub(crate) fn last_errno(&self) -> Option<Errno> {
-        self.last(&mut [0; MOST]).map(|(errno, _)| errno)
+        self.last(&mut [0; MAX_LINE]).map(|(errno, _)| errno)
     }
 
     /// Returns the message of the last refusal through this file, after a colon; empty if there is none.
-    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MOST]) -> &'a str {
+    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
         capacity[..2].copy_from_slice(b": ");
         match self.last(&mut capacity[2..]) {
             Some((_, len)) if len > 0 => std::str::from_utf8(&capacity[..2 + len]).unwrap_or_default(),
@@ -135,7 +135,7 @@ impl Device {
     }
 }
 
-/// Whether an address is in a mapping of /dev/p2pmem, as /proc/self/maps has it. For errors only: it is slow.
+/// Returns whether an address is in a mapping of /dev/p2pmem, by /proc/self/maps. Slow; only for error messages.
 pub(crate) fn is_p2pmem_mapping(address: u64) -> bool {
     let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else {
         return false;
@@ -146,11 +146,11 @@ pub(crate) fn is_p2pmem_mapping(address: u64) -> bool {
     })
 }
 
-/// A protection domain that a program called with.
+/// The protection domain of a program's call.
 ///
 /// # Invariants
 ///
-/// The pointer is what the program gave to a function of libibverbs, which has to be a valid domain.
+/// The pointer is the argument of a libibverbs function, which must be a valid domain.
 #[derive(Clone, Copy)]
 pub(crate) struct Domain(*mut ibv::ibv_pd);
 
@@ -165,19 +165,19 @@ impl fmt::Display for Domain {
     }
 }
 
-/// A memory region just made.
+/// A new memory region.
 pub(crate) struct Region(*mut ibv::ibv_mr);
 
 impl fmt::Display for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // SAFETY: the region was just made, and the program has not got it yet.
+        // SAFETY: the region is valid, and the program has not received it yet.
         let (lkey, rkey) = unsafe { ((*self.0).lkey, (*self.0).rkey) };
         write!(f, "lkey {lkey:#x}, rkey {rkey:#x}")
     }
 }
 
 impl Domain {
-    /// Registers the bytes of a call, which are in a dma-buf from `offset` on.
+    /// Registers the bytes of a call; they start at `offset` of the dma-buf.
     pub(crate) fn reg_dmabuf(self, dmabuf: &Fd, offset: u64, call: &Call, access: u32) -> Result<Region, Errno> {
         let reg = real::<ibv::ibv_reg_dmabuf_mr>(&REG_DMABUF_MR).ok_or(Errno(libc::ENOSYS))?;
         Errno(0).set();
@@ -189,13 +189,13 @@ impl Domain {
                 errno => errno,
             });
         }
-        // SAFETY: libibverbs made the region just now. Programs find their own address in it where they registered it.
+        // SAFETY: libibverbs created the region above. Programs expect the registered address in this field.
         unsafe { (*mr).addr = call.addr as *mut c_void };
         Ok(Region(mr))
     }
 }
 
-/// A function of the real libibverbs: its name, its symbol version, and where it is once it was looked for.
+/// A function of the real libibverbs: name, symbol version, and cached address.
 struct Symbol {
     name: &'static CStr,
     version: &'static CStr,
@@ -218,7 +218,7 @@ impl Symbol {
         }
         // The next library after this one, if the program is linked to libibverbs; otherwise the libibverbs that a plugin of
         // the program has loaded. That one is loaded, because the caller has a protection domain.
-        // SAFETY: names are NUL-terminated. The handle is kept permanently.
+        // SAFETY: names are NUL-terminated. The handle is never closed.
         let found = unsafe {
             let next = libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), self.version.as_ptr());
             if next.is_null() {
@@ -230,7 +230,7 @@ impl Symbol {
                 next
             }
         };
-        // Two threads that look at the same time find the same.
+        // Concurrent lookups find the same address.
         self.found.store(found, Ordering::Relaxed);
         found
     }
@@ -243,23 +243,27 @@ static REG_MR_IOVA2: Symbol = Symbol::new(ibv::name::REG_MR_IOVA2, c"IBVERBS_1.8
 static REG_DMABUF_MR: Symbol = Symbol::new(ibv::name::REG_DMABUF_MR, c"IBVERBS_1.12");
 static REREG_MR: Symbol = Symbol::new(ibv::name::REREG_MR, c"IBVERBS_1.1");
 
-/// The real function. `F` has to be its type: each static above is used with one of p2pmem-verbs-sys, by its own name.
+/// Returns the real function. `F` must be its type: each static above is used with the type of the same name.
 fn real<F: Copy>(symbol: &Symbol) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
     let found = symbol.find();
-    // SAFETY: not null, so it is the function of that name and version, whose type `F` is (a test of p2pmem-verbs-sys
-    // compares them with the header); function pointers are as wide as others.
+    // SAFETY: not null, so this is the function of that name and version, whose type is `F` (a test of p2pmem-verbs-sys
+    // compares the types with the header). All function pointers have the same size.
     (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
 }
 
-/// Deals with a registration: by a dma-buf where the memory is the module's, else by the real function.
+/// Performs a registration: p2pmem memory as a dma-buf, other memory by the real function.
 ///
 /// # Safety
 ///
 /// `pd` must be a valid domain of libibverbs.
-unsafe fn stand_in(pd: *mut ibv::ibv_pd, call: &Call, original: impl FnOnce() -> *mut ibv::ibv_mr) -> *mut ibv::ibv_mr {
+unsafe fn register_or_forward(
+    pd: *mut ibv::ibv_pd,
+    call: &Call,
+    original: impl FnOnce() -> *mut ibv::ibv_mr,
+) -> *mut ibv::ibv_mr {
     let before = Errno::last();
-    // INVARIANT: the caller's promise.
+    // INVARIANT: the caller guarantees a valid domain.
     let domain = Domain(pd);
     match register(call, domain) {
         Some(Ok(region)) => {
@@ -275,7 +279,7 @@ unsafe fn stand_in(pd: *mut ibv::ibv_pd, call: &Call, original: impl FnOnce() ->
             let mr = original();
             if mr.is_null() {
                 let errno = Errno::last();
-                refused_elsewhere(call, domain);
+                explain_failure(call, domain);
                 errno.set();
             }
             mr
@@ -283,17 +287,17 @@ unsafe fn stand_in(pd: *mut ibv::ibv_pd, call: &Call, original: impl FnOnce() ->
     }
 }
 
-/// What a function ends with whose real one is not there: a program cannot have called it then, short of by mistake.
+/// Result if the real function does not exist. A program linked to such a libibverbs cannot call the function.
 fn missing() -> *mut ibv::ibv_mr {
     Errno(libc::ENOSYS).set();
     std::ptr::null_mut()
 }
 
-/// Stands before libibverbs' function of this name.
+/// Replacement for the libibverbs function of this name.
 ///
 /// # Safety
 ///
-/// As for that function.
+/// As for the libibverbs function.
 #[no_mangle]
 pub unsafe extern "C" fn ibv_reg_mr(
     pd: *mut ibv::ibv_pd,
@@ -308,19 +312,19 @@ pub unsafe extern "C" fn ibv_reg_mr(
         iova: addr as u64,
         access: access as u32,
     };
-    // SAFETY: the caller's promise, which is about the same arguments.
+    // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        stand_in(pd, &call, || {
+        register_or_forward(pd, &call, || {
             real::<ibv::ibv_reg_mr>(&REG_MR).map_or_else(missing, |real| real(pd, addr, length, access))
         })
     }
 }
 
-/// Stands before libibverbs' function of this name.
+/// Replacement for the libibverbs function of this name.
 ///
 /// # Safety
 ///
-/// As for that function.
+/// As for the libibverbs function.
 #[no_mangle]
 pub unsafe extern "C" fn ibv_reg_mr_iova(
     pd: *mut ibv::ibv_pd,
@@ -336,19 +340,19 @@ pub unsafe extern "C" fn ibv_reg_mr_iova(
         iova,
         access: access as u32,
     };
-    // SAFETY: the caller's promise, which is about the same arguments.
+    // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        stand_in(pd, &call, || {
+        register_or_forward(pd, &call, || {
             real::<ibv::ibv_reg_mr_iova>(&REG_MR_IOVA).map_or_else(missing, |real| real(pd, addr, length, iova, access))
         })
     }
 }
 
-/// Stands before libibverbs' function of this name.
+/// Replacement for the libibverbs function of this name.
 ///
 /// # Safety
 ///
-/// As for that function.
+/// As for the libibverbs function.
 #[no_mangle]
 pub unsafe extern "C" fn ibv_reg_mr_iova2(
     pd: *mut ibv::ibv_pd,
@@ -364,20 +368,20 @@ pub unsafe extern "C" fn ibv_reg_mr_iova2(
         iova,
         access,
     };
-    // SAFETY: the caller's promise, which is about the same arguments.
+    // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        stand_in(pd, &call, || {
+        register_or_forward(pd, &call, || {
             real::<ibv::ibv_reg_mr_iova2>(&REG_MR_IOVA2)
                 .map_or_else(missing, |real| real(pd, addr, length, iova, access))
         })
     }
 }
 
-/// Stands before libibverbs' function of this name.
+/// Replacement for the libibverbs function of this name.
 ///
 /// # Safety
 ///
-/// As for that function.
+/// As for the libibverbs function.
 #[no_mangle]
 pub unsafe extern "C" fn ibv_rereg_mr(
     mr: *mut ibv::ibv_mr,
@@ -390,7 +394,7 @@ pub unsafe extern "C" fn ibv_rereg_mr(
     /// `IBV_REREG_MR_CHANGE_TRANSLATION`
     const TRANSLATION: c_int = 1;
     let before = Errno::last();
-    // SAFETY: the caller's promise: the region is valid, and so is its domain (the type's invariant).
+    // SAFETY: the caller guarantees a valid region, and a valid region has a valid domain.
     let (old, domain) = unsafe { (((*mr).addr as u64, (*mr).length), Domain((*mr).pd)) };
     let new = (flags & TRANSLATION != 0).then_some((addr as u64, length));
     if rereg_is_refused(old, new, domain) {
@@ -399,7 +403,7 @@ pub unsafe extern "C" fn ibv_rereg_mr(
     }
     before.set();
     match real::<ibv::ibv_rereg_mr>(&REREG_MR) {
-        // SAFETY: the caller's promise, which is about the same arguments.
+        // SAFETY: the caller's guarantee covers the same arguments.
         Some(real) => unsafe { real(mr, flags, pd, addr, length, access) },
         None => {
             Errno(libc::ENOSYS).set();

@@ -8,7 +8,7 @@
 #undef ibv_reg_mr
 #undef ibv_reg_mr_iova
 
-/* What the next registration by a dma-buf fails with. */
+/* The errno of the next dma-buf registration; 0 for success. */
 int fake_errno;
 
 struct call {
@@ -64,7 +64,7 @@ struct ibv_mr *ibv_reg_dmabuf_mr(struct ibv_pd *pd, uint64_t offset, size_t leng
 		errno = fake_errno;
 		return NULL;
 	}
-	/* As the real one, which does not know the program's address. */
+	/* Like the real function, which does not know the address in the program. */
 	return region(pd, (void *)(uintptr_t)offset, length);
 }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The shim before a C program: what is translated, what is passed on, what is said.
+//! Tests of the preload library with a C program: which calls it translates or forwards, and which messages it prints.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// In the project's sandbox compiler and headers are there, so nothing may be skipped in it.
+/// Returns whether the test runs in the project's sandbox. The sandbox has a compiler and headers, so no test is skipped
+/// there.
 fn in_sandbox() -> bool {
     Path::new("/etc/p2pmem-kernel").exists()
 }
@@ -18,7 +19,7 @@ fn cc(arguments: &[&str], extra: &[&Path]) -> bool {
     out.is_ok_and(|out| out.status.success())
 }
 
-/// The library, which cargo builds beside this test.
+/// Returns the library, which cargo builds in the folder of this test.
 fn shim() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let folder = test.parent().unwrap();
@@ -58,7 +59,7 @@ fn a_c_program_s_registrations_are_translated() {
     ));
     let program = dir.path().join("program");
     let include = format!("-I{}", uapi.display());
-    // -rdynamic: its open() and ioctl() are for the shim to find.
+    // -rdynamic exports the program's open() and ioctl(), so that the shim calls them.
     assert!(cc(
         &[&flags[..], &["-pthread", "-rdynamic", &include, "-o"]].concat(),
         &[&program, &here.join("program.c"), &library]
@@ -76,11 +77,11 @@ fn a_c_program_s_registrations_are_translated() {
     assert!(lines.iter().all(|line| line.starts_with("p2pmem_preload: ")), "{said}");
     let wanted = [
         "4096 bytes at",
-        "is a dma-buf region now, lkey",
+        "registered as a dma-buf, lkey",
         "8192 bytes at",
         "ibv_reg_mr_iova2() of 65536 bytes",
         "ibv_reg_mr_iova() of 8 bytes",
-        "as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs",
+        "dma-buf registration failed: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs",
         "the NIC cannot reach the provider (EHOSTUNREACH): mlx5_0 cannot reach 0000:03:00.0",
         "access flags 0x40 are not possible",
         "cannot be exported: the provider was removed (ENODEV): buffer 1 was revoked",
@@ -95,7 +96,7 @@ fn a_c_program_s_registrations_are_translated() {
 }
 
 #[test]
-fn only_the_functions_that_it_stands_before_are_exported() {
+fn only_the_replaced_functions_are_exported() {
     let out = match Command::new("nm").args(["-D", "--defined-only"]).arg(shim()).output() {
         Ok(out) if out.status.success() => String::from_utf8(out.stdout).unwrap(),
         _ => {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT OR Apache-2.0 */
 /*
- * A program that registers memory, and plays the module to the shim that is preloaded to it: its own open() and ioctl()
- * come before the C library's. Ends with 0 if all is as it should be, and names the first line that is not.
+ * A program that registers memory. Its open() and ioctl() replace those of the C library and emulate the module for the
+ * preloaded shim. Exits with 0 if all checks hold; otherwise prints the first check that fails.
  */
 
 #define _GNU_SOURCE
@@ -31,16 +31,16 @@ extern struct {
 #define CHECK(what)                                                                                         \
 	do {                                                                                                \
 		if (!(what)) {                                                                              \
-			fprintf(stderr, "program.c:%d: not so: %s (errno %d)\n", __LINE__, #what, errno); \
+			fprintf(stderr, "program.c:%d: check failed: %s (errno %d)\n", __LINE__, #what, errno); \
 			exit(1);                                                                            \
 		}                                                                                           \
 	} while (0)
 
-/* The module's memory, the revoked page of it, and what the module answers. */
+/* The p2pmem memory, and the results of the emulated module. */
 static char *ours;
 static const size_t ours_size = 16 * PAGE;
 static int open_errno, export_errno, exports, module_errno;
-static const char *sentence = "";
+static const char *message = "";
 
 int open(const char *path, int flags, ...)
 {
@@ -97,7 +97,7 @@ int ioctl(int fd, unsigned long request, ...)
 
 		CHECK(explain->flags == P2PMEM_EXPLAIN_LAST && explain->nr_verdicts == 0);
 		explain->error = module_errno;
-		snprintf((char *)(uintptr_t)explain->text, explain->text_len, "%s", sentence);
+		snprintf((char *)(uintptr_t)explain->text, explain->text_len, "%s", message);
 		return 0;
 	}
 	default:
@@ -132,7 +132,7 @@ static void *register_often(void *arg)
 
 int main(void)
 {
-	/* A constant: for any other the header's macro takes ibv_reg_mr_iova2(). */
+	/* A constant: for variables, the header's macro calls ibv_reg_mr_iova2(). */
 	enum { rw = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE };
 	int files;
 	char *host = aligned_alloc(PAGE, 4 * PAGE);
@@ -143,7 +143,7 @@ int main(void)
 	CHECK(ours != MAP_FAILED);
 	files = open_files();
 
-	/* Memory of another kind: the real function, the same arguments, errno untouched. */
+	/* Other memory: the shim calls the real function with the same arguments and does not change errno. */
 	errno = 77;
 	mr = ibv_reg_mr(&pd, host, 100, rw);
 	CHECK(mr && mr->addr == host && mr->length == 100 && errno == 77);
@@ -155,10 +155,10 @@ int main(void)
 	CHECK(ibv_reg_mr_iova2(&pd, host, 100, 0x7000, rw | IBV_ACCESS_RELAXED_ORDERING));
 	CHECK(!strcmp(fake_last.function, "ibv_reg_mr_iova2") && fake_last.iova == 0x7000);
 	CHECK(!ibv_reg_mr(&pd, NULL, SIZE_MAX, IBV_ACCESS_ON_DEMAND) && errno == EFAULT);
-	/* The library has queried the module about the memory that a region was to be moved to. */
+	/* The shim has queried the module about the new memory of ibv_rereg_mr(). */
 	CHECK(exports == 1);
 
-	/* The module's: a dma-buf of the pages, the program's own address and length. */
+	/* p2pmem memory: a dma-buf of the pages, with the address and length of the program. */
 	errno = 77;
 	mr = ibv_reg_mr(&pd, ours + PAGE + 100, 2 * PAGE, rw);
 	CHECK(mr && mr->addr == ours + PAGE + 100 && mr->length == 2 * PAGE && errno == 77 && exports == 2);
@@ -167,37 +167,37 @@ int main(void)
 	CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, &pd, NULL, 0, rw) == IBV_REREG_MR_ERR_INPUT);
 	CHECK(errno == EOPNOTSUPP && !strcmp(fake_last.function, "ibv_reg_dmabuf_mr"));
 	CHECK(!ibv_dereg_mr(mr));
-	/* The macro takes the third function for optional flags; those that mean nothing here are dropped. */
+	/* The macro calls ibv_reg_mr_iova2() for optional flags; the shim drops flags without a meaning for dma-bufs. */
 	mr = ibv_reg_mr(&pd, ours, ours_size, rw | IBV_ACCESS_RELAXED_ORDERING | 1 << 21);
 	CHECK(mr && mr->addr == ours && fake_last.access == (rw | IBV_ACCESS_RELAXED_ORDERING));
 	mr = ibv_reg_mr_iova(&pd, ours + 8, 8, 0x5008, rw);
 	CHECK(mr && mr->addr == ours + 8 && fake_last.offset == 8 && fake_last.iova == 0x5008);
 
-	/* Partly the module's: the real function decides, and what it fails with is explained. */
+	/* Partly p2pmem memory: the shim calls the real function and explains its error. */
 	mr = ibv_reg_mr(&pd, ours + ours_size - PAGE, 2 * PAGE, rw);
 	CHECK(mr && !strcmp(fake_last.function, "ibv_reg_mr"));
 
-	/* Refusals: errno as it was, one line each. */
+	/* Errors: the shim keeps errno and prints one line for each. */
 	module_errno = 0;
 	fake_errno = EOPNOTSUPP;
 	CHECK(!ibv_reg_mr(&pd, ours, PAGE, rw) && errno == EOPNOTSUPP);
 	module_errno = fake_errno = EHOSTUNREACH;
-	sentence = "mlx5_0 cannot reach 0000:03:00.0";
+	message = "mlx5_0 cannot reach 0000:03:00.0";
 	CHECK(!ibv_reg_mr(&pd, ours, PAGE, rw) && errno == EHOSTUNREACH);
 	fake_errno = 0;
 	CHECK(!ibv_reg_mr(&pd, ours, PAGE, rw | IBV_ACCESS_ON_DEMAND) && errno == EINVAL);
 	export_errno = ENODEV;
-	sentence = "buffer 1 was revoked";
+	message = "buffer 1 was revoked";
 	CHECK(!ibv_reg_mr(&pd, ours, PAGE, rw) && errno == ENODEV);
 	export_errno = 0;
 
-	/* No module. */
+	/* Without the module. */
 	open_errno = ENOENT;
 	mr = ibv_reg_mr(&pd, ours, PAGE, rw);
 	CHECK(mr && !strcmp(fake_last.function, "ibv_reg_mr"));
 	open_errno = 0;
 
-	/* Threads, and a child. */
+	/* Threads, and a child process. */
 	unsetenv("P2PMEM_PRELOAD_LOG");
 	for (int i = 0; i < 4; i++)
 		CHECK(!pthread_create(&threads[i], NULL, register_often, NULL));

@@ -15,7 +15,7 @@ use crate::pci::{devices_in, hex, read_attribute, PciDevice};
 
 pub use sources::Release;
 use sources::{vendor_interfaces, Machine};
-pub use types::{Availability, Backend, Bar, DmaBufSupport, DmaClient, Lender, Pool, Source};
+pub use types::{Availability, Backend, Bar, DmaBufSupport, DmaClient, MemoryDevice, Pool, Source};
 
 /// Bits of the flags in the sysfs file `resource` (`include/linux/ioport.h`).
 const IORESOURCE_MEM: u64 = 0x200;
@@ -35,7 +35,7 @@ pub struct Inventory {
     /// Whether an IOMMU is active.
     pub iommu: bool,
     /// Devices with memory, by address.
-    pub lenders: Vec<Lender>,
+    pub memory_devices: Vec<MemoryDevice>,
     /// Devices that can use the memory, by address.
     pub clients: Vec<DmaClient>,
 }
@@ -51,9 +51,9 @@ impl Inventory {
     /// ```no_run
     /// use p2pmem::inventory::Inventory;
     ///
-    /// for lender in Inventory::read(None)?.lenders {
-    ///     if let Some(source) = lender.best() {
-    ///         println!("{}: {} ({})", lender.device.addr, source.detail, source.backend);
+    /// for memory_device in Inventory::read(None)?.memory_devices {
+    ///     if let Some(source) = memory_device.best() {
+    ///         println!("{}: {} ({})", memory_device.device.addr, source.detail, source.backend);
     ///     }
     /// }
     /// # Ok::<(), p2pmem::Error>(())
@@ -83,7 +83,10 @@ impl Inventory {
             providers,
         };
         let devices = devices_in(&sys)?;
-        let lenders = devices.iter().filter_map(|device| lender(&machine, device)).collect();
+        let memory_devices = devices
+            .iter()
+            .filter_map(|device| memory_device(&machine, device))
+            .collect();
         let clients = devices
             .into_iter()
             .filter(PciDevice::is_likely_client)
@@ -101,30 +104,30 @@ impl Inventory {
             kernel,
             module,
             iommu,
-            lenders,
+            memory_devices,
             clients,
         })
     }
 }
 
 /// Returns the device with its sources, or none if it has no memory that a program could use.
-fn lender(machine: &Machine<'_>, device: &PciDevice) -> Option<Lender> {
+fn memory_device(machine: &Machine<'_>, device: &PciDevice) -> Option<MemoryDevice> {
     let folder = machine.folder(device);
-    let mut lender = Lender {
+    let mut memory_device = MemoryDevice {
         device: device.clone(),
         bars: bars_in(&folder),
         pool: pool_in(&folder),
         sources: Vec::new(),
     };
-    let has_memory = lender.pool.is_some()
+    let has_memory = memory_device.pool.is_some()
         || vendor_interfaces(device).is_some()
         || machine.is_provider(device.addr)
-        || lender.memory_bar().is_some() && !has_registers_alone(device.class);
+        || memory_device.memory_bar().is_some() && !has_registers_alone(device.class);
     if !has_memory {
         return None;
     }
-    lender.sources = machine.sources(&lender);
-    Some(lender)
+    memory_device.sources = machine.sources(&memory_device);
+    Some(memory_device)
 }
 
 /// Whether the BARs of this class of devices hold registers: storage, network, bridges, communication, system

@@ -11,14 +11,19 @@ use anyhow::{bail, Context as _};
 use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request, Stripe};
 use serde::Serialize;
 
-use crate::cli::{AllocArgs, PlaceArgs, RequestArgs, Strategy};
+use crate::cli::{AllocArgs, PlacementArgs, RequestArgs, Strategy};
 use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
-/// A step of filling: small enough for a progress bar that moves.
+/// Bytes per step of `fill()`. Each step moves the progress bar.
 const STEP: usize = 1 << 20;
 
-pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &PlaceArgs) -> anyhow::Result<Request> {
+pub(crate) fn request(
+    context: &Context<'_>,
+    device: &Device,
+    size: u64,
+    args: &PlacementArgs,
+) -> anyhow::Result<Request> {
     let strategy = match args.strategy {
         Strategy::Nearest => p2pmem::Strategy::Nearest,
         Strategy::Upstream => p2pmem::Strategy::Upstream,
@@ -45,7 +50,7 @@ pub(crate) fn request(context: &Context<'_>, device: &Device, size: u64, args: &
 
 pub(crate) fn explain(context: &mut Context<'_>, args: &RequestArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let explanation = device.explain(&request(context, &device, args.size, &args.place)?)?;
+    let explanation = device.explain(&request(context, &device, args.size, &args.placement)?)?;
     if context.json {
         context.print_json(&explanation)?;
     } else {
@@ -70,9 +75,9 @@ pub(crate) fn render_explanation(explanation: &Explanation) -> String {
     )
 }
 
-/// Where a buffer is.
+/// Location of a buffer.
 #[derive(Serialize)]
-struct Place {
+struct Location {
     handle: u32,
     provider: u32,
     addr: Option<PciAddr>,
@@ -85,19 +90,19 @@ struct Place {
 /// A part of a stripe.
 #[derive(Serialize)]
 struct Part {
-    /// Its first byte in the stripe.
+    /// Offset in the stripe.
     offset: u64,
     #[serde(flatten)]
-    place: Place,
+    location: Location,
 }
 
-/// What was allocated.
+/// Result of `alloc`.
 #[derive(Serialize)]
 #[serde(untagged)]
-enum Landed {
+enum Allocated {
     Buffer {
         #[serde(flatten)]
-        place: Place,
+        location: Location,
         explanation: Explanation,
     },
     Stripe {
@@ -107,19 +112,19 @@ enum Landed {
     },
 }
 
-impl Landed {
-    fn places(&self) -> Vec<&Place> {
+impl Allocated {
+    fn locations(&self) -> Vec<&Location> {
         match self {
-            Self::Buffer { place, .. } => vec![place],
-            Self::Stripe { parts, .. } => parts.iter().map(|part| &part.place).collect(),
+            Self::Buffer { location, .. } => vec![location],
+            Self::Stripe { parts, .. } => parts.iter().map(|part| &part.location).collect(),
         }
     }
 }
 
 pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let request = request(context, &device, args.request.size, &args.request.place)?;
-    let stripe = matches!(args.request.place.strategy, Strategy::Stripe);
+    let request = request(context, &device, args.request.size, &args.request.placement)?;
+    let stripe = matches!(args.request.placement.strategy, Strategy::Stripe);
     let made = if stripe {
         device.alloc_stripe(&request).map(Stripe::into_parts)
     } else {
@@ -128,19 +133,19 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     let buffers = match made {
         Ok(buffers) => buffers,
         Err(error) => {
-            // The error has the reason as a message; the verdicts have it for each provider.
+            // The error has the reason as a message; the explanation adds the verdict for each provider.
             if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
                 write!(context.out, "{}", render_explanation(&explanation))?;
             }
             return Err(error.into());
         }
     };
-    // A dry run would see the memory as it is now; the last decision is the one that was made.
-    let landed = landed(&device, &buffers, stripe, device.explain_last()?)?;
+    // `explain()` would see the memory after the allocation; `explain_last()` returns the decision of the allocation.
+    let allocated = allocated(&device, &buffers, stripe, device.explain_last()?)?;
     if context.json {
-        context.print_json(&landed)?;
+        context.print_json(&allocated)?;
     } else {
-        writeln!(context.out, "{}", render_landed(&landed))?;
+        writeln!(context.out, "{}", render_allocated(&allocated))?;
     }
     context.out.flush()?;
     if let Some(byte) = args.fill {
@@ -149,7 +154,7 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
         }
     }
     if let Some((program, arguments)) = args.exec.split_first() {
-        return exec(program, arguments, &landed);
+        return exec(program, arguments, &allocated);
     }
     if args.hold {
         return hold(context, &device, &buffers);
@@ -166,14 +171,14 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     Ok(Outcome::Done)
 }
 
-fn landed(device: &Device, buffers: &[Buffer], stripe: bool, explanation: Explanation) -> anyhow::Result<Landed> {
+fn allocated(device: &Device, buffers: &[Buffer], stripe: bool, explanation: Explanation) -> anyhow::Result<Allocated> {
     let providers = device.providers()?;
     let mut end = 0;
     let parts = buffers.iter().map(|buffer| {
         let provider = providers.iter().find(|p| p.id == buffer.provider());
         let offset = end;
         end += buffer.size();
-        let place = Place {
+        let location = Location {
             handle: buffer.handle(),
             provider: buffer.provider(),
             addr: provider.map(|p| p.addr),
@@ -182,14 +187,14 @@ fn landed(device: &Device, buffers: &[Buffer], stripe: bool, explanation: Explan
             size: buffer.size(),
             class: buffer.class(),
         };
-        Part { offset, place }
+        Part { offset, location }
     });
     let mut parts: Vec<_> = parts.collect();
     Ok(match parts.pop() {
-        Some(Part { place, .. }) if !stripe => Landed::Buffer { place, explanation },
+        Some(Part { location, .. }) if !stripe => Allocated::Buffer { location, explanation },
         last => {
             parts.extend(last);
-            Landed::Stripe {
+            Allocated::Stripe {
                 size: end,
                 parts,
                 explanation,
@@ -198,28 +203,28 @@ fn landed(device: &Device, buffers: &[Buffer], stripe: bool, explanation: Explan
     })
 }
 
-fn render_landed(landed: &Landed) -> String {
-    match landed {
-        Landed::Buffer { place, .. } => render_place(place),
-        Landed::Stripe { size, parts, .. } => {
+fn render_allocated(allocated: &Allocated) -> String {
+    match allocated {
+        Allocated::Buffer { location, .. } => render_location(location),
+        Allocated::Stripe { size, parts, .. } => {
             let head = format!("{} in {} parts", human_size(*size), parts.len());
             let lines = parts
                 .iter()
-                .map(|part| format!("\n  from byte {:#x} on: {}", part.offset, render_place(&part.place)));
+                .map(|part| format!("\n  at offset {:#x}: {}", part.offset, render_location(&part.location)));
             lines.fold(head, |text, line| text + &line)
         }
     }
 }
 
-fn render_place(place: &Place) -> String {
-    let mut line = format!("{} in provider {}", human_size(place.size), place.provider);
-    if let Some(addr) = place.addr {
+fn render_location(location: &Location) -> String {
+    let mut line = format!("{} in provider {}", human_size(location.size), location.provider);
+    if let Some(addr) = location.addr {
         line += &format!(" ({addr})");
     }
-    if let (Some(bar), Some(offset)) = (place.bar, place.bar_offset) {
-        line += &format!(", BAR {bar} from byte {offset:#x} on");
+    if let (Some(bar), Some(offset)) = (location.bar, location.bar_offset) {
+        line += &format!(", BAR {bar} at offset {offset:#x}");
     }
-    if let Some(class) = place.class {
+    if let Some(class) = location.class {
         line += &format!(", farthest path: {class} ({})", class.meaning());
     }
     line
@@ -240,7 +245,7 @@ fn fill(context: &Context<'_>, buffer: &Buffer, byte: u8) -> anyhow::Result<()> 
     Ok(())
 }
 
-/// What ends a hold.
+/// The event that ends a hold.
 enum End {
     Enter,
     Signal,
@@ -250,17 +255,17 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
     let (sender, ends) = mpsc::channel();
     let on_signal = sender.clone();
     ctrlc::set_handler(move || {
-        // When the receiver is gone the program is ending anyway.
+        // If the receiver is gone, the program is already exiting.
         let _ = on_signal.send(End::Signal);
     })
     .context("cannot catch signals")?;
     std::thread::spawn(move || {
         let mut line = String::new();
-        // The end of input is no Enter: a program in the background holds the buffer until a signal ends it.
+        // End of file does not count as Enter: a program in the background holds the buffer until a signal.
         if matches!(std::io::stdin().lock().read_line(&mut line), Ok(n) if n > 0) {
             let _ = sender.send(End::Enter);
         }
-        // Keep the channel open, so that only a real end is one.
+        // Keep the channel open, so that the receiver does not see a disconnect.
         std::mem::forget(sender);
     });
     if !context.json {
@@ -269,7 +274,7 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
         } else {
             "a line of input or a signal"
         };
-        writeln!(context.out, "holding it until {keys}")?;
+        writeln!(context.out, "holding the buffer until {keys}")?;
         context.out.flush()?;
     }
     let mut events = device.events();
@@ -289,24 +294,26 @@ fn hold(context: &mut Context<'_>, device: &Device, buffers: &[Buffer]) -> anyho
     }
 }
 
-fn exec(program: &str, arguments: &[String], landed: &Landed) -> anyhow::Result<Outcome> {
-    // A Ctrl-C is for the command; we stay until it has ended, and free the buffer then.
+fn exec(program: &str, arguments: &[String], allocated: &Allocated) -> anyhow::Result<Outcome> {
+    // Ctrl-C goes to the command; this process waits for the command's end and frees the buffer then.
     ctrlc::set_handler(|| {}).context("cannot catch signals")?;
     let mut command = Command::new(program);
     command.args(arguments);
-    // Of a stripe each variable is a list, in the order of the parts.
-    let places = landed.places();
-    let mut list = |name: &str, of: &dyn Fn(&Place) -> Option<String>| {
-        let known: Option<Vec<_>> = places.iter().map(|place| of(place)).collect();
+    // For a stripe, each variable is a list in the order of the parts.
+    let locations = allocated.locations();
+    let mut list = |name: &str, of: &dyn Fn(&Location) -> Option<String>| {
+        let known: Option<Vec<_>> = locations.iter().map(|location| of(location)).collect();
         if let Some(known) = known {
             command.env(name, known.join(","));
         }
     };
-    list("P2PMEM_PROVIDER", &|place| Some(place.provider.to_string()));
-    list("P2PMEM_SIZE", &|place| Some(place.size.to_string()));
-    list("P2PMEM_PROVIDER_ADDR", &|place| place.addr.map(|addr| addr.to_string()));
-    list("P2PMEM_BAR_OFFSET", &|place| {
-        place.bar_offset.map(|offset| offset.to_string())
+    list("P2PMEM_PROVIDER", &|location| Some(location.provider.to_string()));
+    list("P2PMEM_SIZE", &|location| Some(location.size.to_string()));
+    list("P2PMEM_PROVIDER_ADDR", &|location| {
+        location.addr.map(|addr| addr.to_string())
+    });
+    list("P2PMEM_BAR_OFFSET", &|location| {
+        location.bar_offset.map(|offset| offset.to_string())
     });
     let status = command.status().with_context(|| format!("cannot run {program}"))?;
     if !status.success() {

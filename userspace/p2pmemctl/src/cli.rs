@@ -11,10 +11,10 @@ use p2pmem::PathClass;
 
 /// Manage PCI peer-to-peer memory.
 ///
-/// Devices are named by PCI address (0000:03:00.0 or 03:00.0), by the name of an RDMA device (mlx5_0) or an NVMe drive
-/// (nvme0, nvme0n1, /dev/nvme0n1), or by a folder in /sys. Sizes take the units K, M, G, T (powers of 1024).
+/// A device name is a PCI address (0000:03:00.0 or 03:00.0), an RDMA device (mlx5_0), an NVMe drive (nvme0, nvme0n1,
+/// /dev/nvme0n1), or a folder in /sys. Sizes accept the units K, M, G, T (powers of 1024).
 ///
-/// Exit codes: 0 done, 1 refused (the reason is printed), 2 bad usage.
+/// Exit codes: 0 success, 1 error or refusal (the reason is printed), 2 invalid arguments.
 #[derive(Debug, Parser)]
 #[command(name = "p2pmemctl", version, max_term_width = 100)]
 pub struct Cli {
@@ -22,52 +22,52 @@ pub struct Cli {
     #[arg(long, global = true)]
     pub json: bool,
 
-    /// The module's device.
+    /// Device file of p2pmem.
     #[arg(long, global = true, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
     pub device: PathBuf,
 
-    /// What to do.
+    /// The command.
     #[command(subcommand)]
     pub command: Command,
 }
 
-/// What to do.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List the providers.
     List,
-    /// Show how far each provider is from each client, as a matrix.
+    /// Show the path class between each provider and each client, as a matrix.
     Topo(TopoArgs),
     /// Publish a device's memory: the device becomes a provider.
     Publish(PublishArgs),
-    /// Take a published device's memory back; buffers in it are revoked.
+    /// Remove a published device from the providers. Its buffers are revoked.
     Unpublish(UnpublishArgs),
-    /// Say who may have memory of which provider, how near, and how much.
+    /// Manage the rules, which limit memory by user, client, distance, and size.
     Rules {
-        /// What to do with rules.
+        /// The command for rules.
         #[command(subcommand)]
         command: RulesCommand,
     },
-    /// Make rules and providers those that files say: what the system does when it starts.
+    /// Apply files with rules and devices to publish, as the system does when it starts.
     Apply(ApplyArgs),
-    /// Allocate a buffer and say where it landed.
+    /// Allocate a buffer and show its provider.
     Alloc(AllocArgs),
-    /// Say where a buffer would land and why, without allocating it.
+    /// Show which provider a buffer would get and why, without an allocation.
     Explain(RequestArgs),
     /// Show counters.
     Stats(StatsArgs),
-    /// Watch providers, how fast their use changes, and who holds buffers.
+    /// Show providers, their rates of use, and the owners of buffers, continuously.
     #[cfg(feature = "top")]
     Top(TopArgs),
-    /// Write patterns to a provider's memory and read them back.
+    /// Write patterns to the memory of a provider, and read them back.
     Selftest(SelftestArgs),
-    /// Print events as they come.
+    /// Print events as they arrive.
     Events(EventsArgs),
-    /// List devices with memory that programs can use, the sources of that memory, and devices that can use it.
+    /// List devices with usable memory, the sources of this memory, and devices that can use it.
     ///
     /// Works without the module and without privileges.
     Scan(ScanArgs),
-    /// Check everything that peer-to-peer memory needs on this machine.
+    /// Check all preconditions of peer-to-peer memory on this machine.
     Doctor,
     /// Print a completion script for a shell.
     #[command(hide = true)]
@@ -75,7 +75,7 @@ pub enum Command {
         /// The shell.
         shell: clap_complete::Shell,
     },
-    /// Print the man page, or write those of all commands to a folder.
+    /// Print the man page, or write the man pages of all commands to a folder.
     #[command(hide = true)]
     Man {
         /// The folder.
@@ -83,135 +83,137 @@ pub enum Command {
     },
 }
 
-/// What `scan` shows.
+/// Options of `scan`.
 #[derive(Debug, Args)]
 pub struct ScanArgs {
-    /// Show all sources of each device's memory, also those that cannot be used, and the reason.
+    /// Show all sources of each device's memory, including unusable ones with the reason.
     #[arg(long)]
     pub all: bool,
 }
 
-/// What `topo` shows.
+/// Options of `topo`.
 #[derive(Debug, Args)]
 pub struct TopoArgs {
-    /// The clients; default: all storage, network and InfiniBand devices and accelerators of this machine.
+    /// The clients [default: all storage, network, and InfiniBand devices and accelerators of this machine]
     #[arg(value_name = "CLIENT")]
     pub clients: Vec<String>,
 
-    /// Have the module read all paths again, for example after setpci has changed ACS.
+    /// Make the module read all paths again, for example after setpci has changed ACS.
     #[arg(long)]
     pub rescan: bool,
 }
 
-/// What to publish.
+/// Options of `publish`.
 #[derive(Debug, Args)]
 pub struct PublishArgs {
     /// The device.
     pub device_name: String,
 
-    /// The BAR; default: the largest 64-bit prefetchable one.
+    /// The BAR [default: the largest 64-bit prefetchable BAR]
     #[arg(long, value_parser = clap::value_parser!(u32).range(0..6))]
     pub bar: Option<u32>,
 
-    /// First byte in the BAR.
+    /// Offset of the memory in the BAR.
     #[arg(long, value_parser = size)]
     pub offset: Option<u64>,
 
-    /// Bytes; default: to the BAR's end.
+    /// Size of the memory [default: up to the end of the BAR]
     #[arg(long, value_parser = size)]
     pub size: Option<u64>,
 
-    /// How it can be reached.
+    /// Whether the memory has struct pages.
     #[arg(long)]
     pub mode: Option<Mode>,
 
-    /// Bytes left to the kernel's own users, such as nvmet.
+    /// Bytes to reserve for drivers of the kernel, such as nvmet.
     #[arg(long, value_parser = size)]
     pub kernel_reserve: Option<u64>,
 
-    /// Allow exports to importers that cannot be revoked: they can keep the device from being unbound.
+    /// Allow exports to importers that do not support revocation. Such an importer can block the unbinding of the
+    /// device.
     #[arg(long)]
     pub pinned_exports: bool,
 
-    /// Take the device from the driver that has it.
+    /// Unbind the device from its current driver.
     #[arg(long)]
     pub force: bool,
 }
 
-/// How a provider's memory can be reached.
+/// Whether the memory of a provider has struct pages.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Mode {
-    /// With struct pages: it can be mapped, and O_DIRECT works.
+    /// With struct pages: mappings and O_DIRECT work.
     Paged,
-    /// Without, which costs no memory: for dma-bufs and the CPU, O_DIRECT does not work.
+    /// Without struct pages: uses no host memory; dma-bufs and mappings work, O_DIRECT does not.
     Pageless,
 }
 
-/// What to take back.
+/// Options of `unpublish`.
 #[derive(Debug, Args)]
 pub struct UnpublishArgs {
     /// The device.
     pub device_name: String,
 
-    /// Then let the kernel find the device its own driver again.
+    /// Let the kernel bind the device's own driver again.
     #[arg(long)]
     pub reprobe: bool,
 }
 
-/// What to do with rules.
+/// The commands for rules.
 #[derive(Debug, Subcommand)]
 pub enum RulesCommand {
-    /// List the rules in the order in which they are looked at, with what counts under each.
+    /// List the rules in the order of evaluation, with their status and the bytes charged to each rule.
     List,
-    /// Make a rule.
+    /// Add a rule.
     Add(RuleArgs),
-    /// End rules; no buffer is lost.
+    /// Remove rules. No buffer is revoked.
     Remove {
-        /// Their names.
+        /// Names of the rules.
         #[arg(required = true)]
         names: Vec<String>,
 
-        /// Also those under which something counts: that counts under the rules that come next.
+        /// Also remove rules that have charges. The charges move to the next matching rules.
         #[arg(long)]
         force: bool,
     },
-    /// Make rules from files, all or none.
+    /// Load rules from files, all or none.
     Load {
-        /// The files; default: /etc/p2pmem/*.toml.
+        /// The files [default: /etc/p2pmem/*.toml]
         files: Vec<PathBuf>,
 
-        /// End all rules that are not in the files.
+        /// Remove all rules that are not in the files.
         #[arg(long)]
         only: bool,
     },
-    /// Write the rules as a file that `load` takes.
+    /// Write the rules to a file in the format of `load`.
     Save {
-        /// The file; default: standard output.
+        /// The file [default: standard output]
         file: Option<PathBuf>,
     },
-    /// Check files, or say what a user would get under the rules in force and which rule decides.
+    /// Check files, or show the decision for a user's request under the rules in force.
     Test(RulesTestArgs),
 }
 
 /// A rule.
 #[derive(Debug, Args)]
 pub struct RuleArgs {
-    /// Its name: two digits for its place, a dash, and what it is about.
+    /// Name: two digits that define the order, a dash, and a description.
     pub name: String,
 
-    /// It is about this provider alone: a device, or vendor:device (15b3:101b).
+    /// Match only this provider: a device, or vendor:device (15b3:101b).
     #[arg(long, value_name = "DEVICE")]
     pub provider: Option<String>,
 
-    /// It is about this client alone.
+    /// Match only this client.
     #[arg(long, value_name = "DEVICE")]
     pub client: Option<String>,
 
-    /// It is about these users alone: names, numbers, ranges as 100000-165535, and subordinate:USER (subuid(5)), with commas.
+    /// Match only these users: names, numbers, ranges such as 100000-165535, and subordinate:USER (subuid(5)),
+    /// separated by commas.
     #[arg(long, value_name = "USERS")]
     pub uid: Option<String>,
 
-    /// It is about the members of this group alone: a name or a number.
+    /// Match only members of this group: a name or a number.
     #[arg(long, value_name = "GROUP")]
     pub gid: Option<String>,
 
@@ -219,197 +221,197 @@ pub struct RuleArgs {
     #[arg(long)]
     pub action: Option<Action>,
 
-    /// The farthest path allowed: DEV, SW, SWS, PHB, NODE or SYS.
+    /// Maximum path class: DEV, SW, SWS, PHB, NODE, or SYS.
     #[arg(long, value_name = "CLASS")]
     pub max_class: Option<PathClass>,
 
-    /// What each user may hold.
+    /// Maximum bytes that each user may hold.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub quota: Option<u64>,
 
-    /// What the members of the group, or the users of --uid, may hold together.
+    /// Maximum bytes that the members of the group, or the users of --uid, may hold together.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub group_quota: Option<u64>,
 
-    /// What is set aside in each provider.
+    /// Bytes to reserve in each provider.
     #[arg(long, value_name = "SIZE", value_parser = size, requires = "reserve_for")]
     pub reserve: Option<u64>,
 
-    /// The beneficiary: kernel or group.
+    /// The beneficiary of the reserve: kernel or group.
     #[arg(long, value_name = "WHO")]
     pub reserve_for: Option<Beneficiary>,
 
-    /// Do not put it into force yet.
+    /// Add the rule disabled.
     #[arg(long)]
     pub disabled: bool,
 }
 
-/// What to test.
+/// Options of `rules test`.
 #[derive(Debug, Args)]
 pub struct RulesTestArgs {
     /// Check these files.
     #[arg(long, value_name = "FILE")]
     pub file: Vec<PathBuf>,
 
-    /// Ask in the name of this user: a name or a number.
+    /// Decide for this user: a name or a number.
     #[arg(long, value_name = "USER")]
     pub uid: Option<String>,
 
-    /// Ask in the name of this group: a name or a number.
+    /// Decide for this group: a name or a number.
     #[arg(long, value_name = "GROUP")]
     pub gid: Option<String>,
 
-    /// Ask for a buffer of this size.
+    /// Size of the buffer.
     #[arg(value_parser = size, required_unless_present = "file")]
     pub size: Option<u64>,
 
-    /// Where it has to be.
+    /// Requirements on the provider.
     #[command(flatten)]
-    pub place: PlaceArgs,
+    pub placement: PlacementArgs,
 }
 
-/// What to apply.
+/// Options of `apply`.
 #[derive(Debug, Args)]
 pub struct ApplyArgs {
-    /// The files; default: /etc/p2pmem/*.toml.
+    /// The files [default: /etc/p2pmem/*.toml]
     pub files: Vec<PathBuf>,
 }
 
-/// What a buffer has to be.
+/// A request for a buffer.
 #[derive(Debug, Args)]
 pub struct RequestArgs {
-    /// Its size.
+    /// Size of the buffer.
     #[arg(value_parser = size)]
     pub size: u64,
 
-    /// Where it has to be.
+    /// Requirements on the provider.
     #[command(flatten)]
-    pub place: PlaceArgs,
+    pub placement: PlacementArgs,
 }
 
-/// Where a buffer has to be.
+/// Requirements on the provider of a buffer.
 #[derive(Debug, Args)]
-pub struct PlaceArgs {
-    /// A device that will do DMA with it; give it once for each, or separated by commas.
+pub struct PlacementArgs {
+    /// A device that will do DMA to the buffer. Repeat the option, or separate devices by commas.
     #[arg(long, value_name = "CLIENT", value_delimiter = ',')]
     pub near: Vec<String>,
 
-    /// Its alignment in the BAR, a power of two.
+    /// Alignment in the BAR, a power of two.
     #[arg(long, value_parser = size, default_value = "0", hide_default_value = true)]
     pub align: u64,
 
-    /// Who chooses the provider.
+    /// Strategy for the choice of the provider.
     #[arg(long, default_value = "nearest")]
     pub strategy: Strategy,
 
-    /// With `--strategy stripe`: how many providers to divide it among, 16 at most. Default: as many as can hold a part.
+    /// With `--strategy stripe`: number of providers, at most 16 [default: all providers with space for a part]
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub parts: u32,
 
-    /// The one provider to take: its id, or its device.
+    /// Use only this provider: an id or a device.
     #[arg(long, value_name = "PROVIDER", conflicts_with = "prefer")]
     pub provider: Option<String>,
 
-    /// The provider to try first: its id, or its device.
+    /// Try this provider first: an id or a device.
     #[arg(long, value_name = "PROVIDER")]
     pub prefer: Option<String>,
 
-    /// The farthest path allowed: DEV, SW, SWS, PHB, NODE or SYS (`topo` explains them).
+    /// Maximum path class: DEV, SW, SWS, PHB, NODE, or SYS (`topo` explains them).
     #[arg(long, value_name = "CLASS")]
     pub max_class: Option<PathClass>,
 }
 
-/// Who chooses the provider.
+/// Strategy for the choice of the provider.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum Strategy {
-    /// The module: path class, hops, bandwidth, NUMA, load.
+    /// The nearest provider by path class, hops, bandwidth, NUMA distance, and load.
     Nearest,
-    /// The kernel's own pci_p2pmem_find_many().
+    /// The choice of the kernel's pci_p2pmem_find_many().
     Upstream,
-    /// The least loaded provider that can serve, however far it is.
+    /// The least loaded provider that can serve, at any distance.
     Spread,
-    /// The most loaded provider that can serve, so that others stay empty.
+    /// The most loaded provider that can serve, so that other providers stay empty.
     Pack,
-    /// Several providers, each with an equal part.
+    /// Equal parts in several providers.
     Stripe,
 }
 
-/// What to allocate, and what then.
+/// Options of `alloc`.
 #[derive(Debug, Args)]
 pub struct AllocArgs {
     /// The request.
     #[command(flatten)]
     pub request: RequestArgs,
 
-    /// Fill it with this byte (0x for hexadecimal).
+    /// Fill the buffer with this byte (0x for hexadecimal).
     #[arg(long, value_name = "BYTE", value_parser = byte)]
     pub fill: Option<u8>,
 
-    /// Keep it until Enter or a signal, or until it is revoked.
+    /// Hold the buffer until Enter, a signal, or its revocation.
     #[arg(long)]
     pub hold: bool,
 
-    /// Keep it while a command runs, whose environment says where it is: P2PMEM_PROVIDER, P2PMEM_PROVIDER_ADDR,
-    /// P2PMEM_SIZE, P2PMEM_BAR_OFFSET.
+    /// Hold the buffer while a command runs. Its environment describes the buffer: P2PMEM_PROVIDER,
+    /// P2PMEM_PROVIDER_ADDR, P2PMEM_SIZE, P2PMEM_BAR_OFFSET.
     #[arg(long, value_name = "COMMAND", num_args = 1.., allow_hyphen_values = true, conflicts_with = "hold")]
     pub exec: Vec<String>,
 }
 
-/// Whose counters.
+/// Options of `stats`.
 #[derive(Debug, Args)]
 pub struct StatsArgs {
-    /// One provider only: its id, or its device.
+    /// Show only this provider: an id or a device.
     #[arg(long)]
     pub provider: Option<String>,
 }
 
-/// How to watch.
+/// Options of `top`.
 #[cfg(feature = "top")]
 #[derive(Debug, Args)]
 pub struct TopArgs {
-    /// Seconds between looks.
+    /// Seconds between updates.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "1")]
     pub interval: Duration,
 
-    /// End after so many looks; default: with the key q.
+    /// Number of updates [default: until the key q]
     #[arg(long)]
     pub count: Option<u64>,
 }
 
-/// What to test.
+/// Options of `selftest`.
 #[derive(Debug, Args)]
 pub struct SelftestArgs {
-    /// The provider: its id, or its device.
+    /// The provider: an id or a device.
     #[arg(long)]
     pub provider: String,
 
-    /// Bytes to test; default: its largest free piece, at most 64M.
+    /// Bytes to test [default: the largest free block, at most 64M]
     #[arg(long, value_parser = size)]
     pub size: Option<u64>,
 
-    /// Register them with this NIC too, as mlx5_0.
+    /// Also register the memory with this NIC, such as mlx5_0, and move data by RDMA.
     #[arg(long)]
     pub nic: Option<String>,
 }
 
-/// How long to follow events.
+/// Options of `events`.
 #[derive(Debug, Args)]
 pub struct EventsArgs {
-    /// End after so many events.
+    /// Exit after this number of events.
     #[arg(long)]
     pub count: Option<u64>,
 
-    /// End after so many seconds.
+    /// Exit after this number of seconds.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
 }
 
-/// Parses a size such as `16M`, `1GiB` or `4096`: units are powers of 1024.
+/// Parses a size such as `16M`, `1GiB`, or `4096`. Units are powers of 1024.
 pub(crate) fn size(text: &str) -> Result<u64, String> {
     parse_size::Config::new()
         .with_binary()
         .parse_size(text)
-        .map_err(|why| format!("{why}: give a number of bytes, or one with a unit, such as 64K, 16M or 1GiB"))
+        .map_err(|why| format!("{why}: specify a number of bytes, or a number with a unit, such as 64K, 16M, or 1GiB"))
 }
 
 fn byte(text: &str) -> Result<u8, String> {
@@ -417,11 +419,11 @@ fn byte(text: &str) -> Result<u8, String> {
         Some(hex) => u8::from_str_radix(hex, 16),
         None => text.parse(),
     };
-    parsed.map_err(|_| "give a byte, 0 to 255 or 0x00 to 0xff".into())
+    parsed.map_err(|_| "specify a byte: 0 to 255, or 0x00 to 0xff".into())
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "give a number of seconds".to_owned())?;
+    let seconds: f64 = text.parse().map_err(|_| "specify a number of seconds".to_owned())?;
     Duration::try_from_secs_f64(seconds).map_err(|why| why.to_string())
 }
 
@@ -431,7 +433,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_command_line_is_sound() {
+    fn the_command_line_is_valid() {
         Cli::command().debug_assert();
     }
 

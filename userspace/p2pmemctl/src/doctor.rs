@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `doctor`: every precondition of peer-to-peer memory checked, each failure with its remedy.
+//! `doctor`: checks all preconditions of peer-to-peer memory; each failure comes with a remedy.
 
 mod kernel;
 mod paths;
@@ -14,17 +14,17 @@ use serde::Serialize;
 use crate::environment::Environment;
 use crate::{Context, Outcome};
 
-/// How a check went.
+/// Result of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Level {
-    /// As it should be.
+    /// The precondition holds.
     Ok,
-    /// Worth knowing, neither good nor bad.
+    /// Information without a rating.
     Info,
-    /// Works, but some things do not, or slower.
+    /// Some functions do not work, or work more slowly.
     Warning,
-    /// Peer-to-peer memory does not work so.
+    /// Peer-to-peer memory does not work.
     Failure,
 }
 
@@ -43,9 +43,9 @@ impl fmt::Display for Level {
 struct Check {
     check: &'static str,
     level: Level,
-    /// What was found.
+    /// The result in words.
     found: String,
-    /// What to do.
+    /// What the user can do.
     remedy: Option<String>,
 }
 
@@ -136,11 +136,11 @@ fn module(machine: &Environment) -> Check {
         Check::new("module", Level::Ok, format!("p2pmem is loaded{version}"))
     } else {
         Check::new("module", Level::Failure, "p2pmem is not loaded")
-            .remedy("modprobe p2pmem; if there is no such module, build and install it: make modules install")
+            .remedy("modprobe p2pmem; if the module is not installed, build and install it: make modules install")
     }
 }
 
-/// The device, the version of its ABI, and its providers.
+/// Checks the device file, the ABI version, and the providers.
 fn device(machine: &Environment) -> Vec<Check> {
     let device = match (machine.open)() {
         Ok(device) => device,
@@ -157,21 +157,21 @@ fn device(machine: &Environment) -> Vec<Check> {
             }];
         }
     };
-    let mut checks = vec![Check::new("device", Level::Ok, "it can be opened")];
+    let mut checks = vec![Check::new("device", Level::Ok, "opened")];
     match device.info() {
         Ok(info) if info.missing().is_empty() => checks.push(Check::new(
             "ABI version",
             Level::Ok,
-            format!("{}, which this program works with", info.abi_version),
+            format!("{}, supported by this program", info.abi_version),
         )),
         Ok(info) => {
-            let text = format!("{}, without {}", info.abi_version, info.missing().join(", "));
+            let text = format!("{}, does not support {}", info.abi_version, info.missing().join(", "));
             checks.push(Check::new("ABI version", Level::Warning, text).remedy("install a newer module"));
         }
         Err(error) => checks.push(Check::new("ABI version", Level::Failure, error.to_string())),
     }
     checks.push(match device.providers() {
-        Ok(providers) if providers.is_empty() => Check::new("providers", Level::Warning, "there are none")
+        Ok(providers) if providers.is_empty() => Check::new("providers", Level::Warning, "none")
             .remedy("publish a device's memory: p2pmemctl publish DEVICE"),
         Ok(providers) => {
             let list: Vec<_> = providers
@@ -193,13 +193,13 @@ fn configfs(machine: &Environment) -> Check {
         fields.next() == Some("/sys/kernel/config") && fields.next() == Some("configfs")
     });
     if !mounted {
-        return Check::new(NAME, Level::Failure, "it is not mounted, so nothing can be published")
+        return Check::new(NAME, Level::Failure, "not mounted, so no device can be published")
             .remedy("mount -t configfs none /sys/kernel/config");
     }
     if machine.path("sys/kernel/config/p2pmem/providers").exists() {
-        Check::new(NAME, Level::Ok, "it is mounted and has p2pmem/providers")
+        Check::new(NAME, Level::Ok, "mounted, with p2pmem/providers")
     } else {
-        Check::new(NAME, Level::Failure, "it is mounted but has no p2pmem/providers").remedy("modprobe p2pmem")
+        Check::new(NAME, Level::Failure, "mounted, but without p2pmem/providers").remedy("modprobe p2pmem")
     }
 }
 

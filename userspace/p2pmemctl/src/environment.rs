@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What the commands touch: the device, the machine's files, the output.
+//! The environment of the commands: the device, the machine's files, and the output.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -9,19 +9,19 @@ use anyhow::{bail, Context as _};
 use p2pmem::{Client, Device, Provider};
 use serde::Serialize;
 
-/// Opens the module's device.
+/// Opens the device file of p2pmem.
 type Open = Box<dyn Fn() -> p2pmem::Result<Device>>;
 
 /// The machine.
 pub struct Environment {
-    /// Where its file system starts: `/`, but for tests.
+    /// Root of the machine's file system: `/`, except in tests.
     pub root: PathBuf,
-    /// Opens the module's device.
+    /// Opens the device file of p2pmem.
     pub open: Open,
 }
 
 impl Environment {
-    /// This machine, with the device at `device`.
+    /// Returns this machine, with the device file at `device`.
     pub fn of_this_machine(device: PathBuf) -> Self {
         Self {
             root: "/".into(),
@@ -29,31 +29,31 @@ impl Environment {
         }
     }
 
-    /// A path of the machine, such as `sys/class/nvme`.
+    /// Returns a path below the root, such as `sys/class/nvme`.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         self.root.join(path)
     }
 
-    /// Whether the module is loaded.
+    /// Returns whether the module is loaded.
     pub fn has_module(&self) -> bool {
         self.path("sys/module/p2pmem").exists()
     }
 
-    /// A text file of the machine, without surrounding white space.
+    /// Reads a text file below the root, without surrounding white space.
     pub fn read(&self, path: impl AsRef<Path>) -> Option<String> {
         Some(std::fs::read_to_string(self.path(path)).ok()?.trim().to_owned())
     }
 }
 
-/// A command's surroundings.
+/// Environment and output options of a command.
 pub struct Context<'a> {
     /// The machine.
     pub environment: &'a Environment,
     /// Print JSON.
     pub json: bool,
-    /// Show progress of long work on standard error.
+    /// Show the progress of long operations on standard error.
     pub progress: bool,
-    /// Where results go.
+    /// Receives the results.
     pub out: &'a mut dyn Write,
 }
 
@@ -63,17 +63,17 @@ impl Context<'_> {
         Ok((self.environment.open)()?)
     }
 
-    /// Resolves names of clients.
+    /// Resolves the names of clients.
     pub fn clients(&self, names: &[String]) -> anyhow::Result<Vec<Client>> {
         names.iter().map(|n| self.client(n)).collect()
     }
 
-    /// Resolves a client's name.
+    /// Resolves the name of a client.
     pub fn client(&self, name: &str) -> anyhow::Result<Client> {
         Ok(Client::resolve_in(&self.environment.path("sys"), name)?)
     }
 
-    /// Finds a provider by its id or its device.
+    /// Finds a provider by id or device.
     pub fn provider(&self, device: &Device, name: &str) -> anyhow::Result<Provider> {
         let providers = device.providers()?;
         let found = match name.parse::<u32>() {
@@ -85,7 +85,7 @@ impl Context<'_> {
         };
         match found {
             Some(provider) => Ok(provider),
-            None => bail!("{name} is no provider: see `p2pmemctl list`"),
+            None => bail!("{name} is not a provider: see `p2pmemctl list`"),
         }
     }
 
@@ -96,12 +96,12 @@ impl Context<'_> {
         Ok(())
     }
 
-    /// A progress bar over `bytes`, invisible where nobody watches.
+    /// Returns a progress bar for `bytes`; hidden if standard error is no terminal.
     pub fn progress_bar(&self, what: &'static str, bytes: u64) -> indicatif::ProgressBar {
         if !self.progress {
             return indicatif::ProgressBar::hidden();
         }
-        // The template is a constant, and indicatif's default bar serves where it were wrong.
+        // The template is a constant; the default bar is the fallback if it were invalid.
         let template = "{msg} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}";
         let style = indicatif::ProgressStyle::with_template(template)
             .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar())

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `events`: follow what happens.
+//! `events`: prints events as they arrive.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ pub(crate) fn events(context: &mut Context<'_>, args: &EventsArgs) -> anyhow::Re
         let wait = deadline.map(|d| d.saturating_duration_since(Instant::now()));
         let Some(event) = events.next_within(wait)? else { break };
         if context.json {
-            // One object a line, so that a reader can follow.
+            // One object per line, so that a reader can process the stream.
             writeln!(context.out, "{}", serde_json::to_string(&event)?)?;
         } else {
             let seconds = std::time::Duration::from_nanos(event.time_ns).as_secs_f64();

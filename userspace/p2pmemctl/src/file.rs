@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Files that say what a machine's providers and rules are: TOML, with names of devices, users and groups, and sizes with
-//! units. What cannot be understood is an error that names the place, never left out.
+//! Files with a machine's providers and rules: TOML with names of devices, users, and groups, and sizes with units.
+//! Unknown keys and invalid values are errors that name the position in the file.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use crate::cli::size;
 use crate::Context;
 
-/// A file.
+/// Content of a file.
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct File {
@@ -27,7 +27,7 @@ pub(crate) struct File {
     pub(crate) rule: Vec<RuleEntry>,
 }
 
-/// A number, or what stands for one.
+/// A number, or a text such as a size with a unit or a name.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(untagged)]
 pub(crate) enum Value {
@@ -59,7 +59,7 @@ pub(crate) struct PublishEntry {
     mode: Option<String>,
     kernel_reserve: Option<Value>,
     pinned_exports: Option<bool>,
-    /// Whether it is taken from the driver that has it.
+    /// Whether to unbind the device from its current driver.
     #[serde(default)]
     force: bool,
 }
@@ -69,7 +69,7 @@ impl PublishEntry {
         let bytes = |value: &Option<Value>| value.as_ref().map(Value::bytes).transpose();
         Ok(admin::Publish {
             bar: match self.bar {
-                Some(bar @ 6..) => bail!("there is no BAR {bar}"),
+                Some(bar @ 6..) => bail!("BAR {bar} does not exist: specify 0 to 5"),
                 bar => bar,
             },
             offset: bytes(&self.offset)?,
@@ -78,7 +78,7 @@ impl PublishEntry {
                 None => None,
                 Some("paged") => Some(admin::Mode::Paged),
                 Some("pageless") => Some(admin::Mode::Pageless),
-                Some(other) => bail!("mode {other:?} is neither paged nor pageless"),
+                Some(other) => bail!("mode {other:?} is invalid: specify paged or pageless"),
             },
             kernel_reserve: bytes(&self.kernel_reserve)?,
             pinned_exports: self.pinned_exports,
@@ -88,11 +88,11 @@ impl PublishEntry {
     }
 }
 
-fn yes() -> bool {
+fn default_true() -> bool {
     true
 }
 
-fn is_yes(value: &bool) -> bool {
+fn is_true(value: &bool) -> bool {
     *value
 }
 
@@ -121,7 +121,7 @@ pub(crate) struct RuleEntry {
     reserve: Option<Value>,
     #[serde(skip_serializing_if = "Option::is_none")]
     reserve_for: Option<String>,
-    #[serde(default = "yes", skip_serializing_if = "is_yes")]
+    #[serde(default = "default_true", skip_serializing_if = "is_true")]
     enabled: bool,
 }
 
@@ -191,7 +191,7 @@ impl File {
     }
 }
 
-/// Rules as a file's text.
+/// Returns rules in the format of a file.
 pub(crate) fn render<'a>(rules: impl Iterator<Item = &'a Rule>) -> anyhow::Result<String> {
     let file = File {
         publish: Vec::new(),
@@ -200,7 +200,8 @@ pub(crate) fn render<'a>(rules: impl Iterator<Item = &'a Rule>) -> anyhow::Resul
     Ok(toml::to_string(&file)?)
 }
 
-/// A device as rules name it: `any` (none), vendor:device, an address, or whatever else names a device of the machine.
+/// Returns a device in the form that rules use, `None` for `any`. Accepts vendor:device, an address, or any device
+/// name.
 pub(crate) fn device(context: &Context<'_>, name: &str) -> anyhow::Result<Option<String>> {
     let ids = |text: &str| {
         text.len() == 9
@@ -213,7 +214,7 @@ pub(crate) fn device(context: &Context<'_>, name: &str) -> anyhow::Result<Option
     } else if ids(name) {
         Ok(Some(name.to_ascii_lowercase()))
     } else if let Ok(addr) = name.parse::<p2pmem::PciAddr>() {
-        // A rule may be about a device that comes later.
+        // The device of a rule need not exist yet.
         Ok(Some(addr.to_string()))
     } else {
         Ok(Some(context.client(name)?.addr().to_string()))
@@ -224,17 +225,17 @@ fn hex(text: &str) -> bool {
     text.bytes().all(|c| c.is_ascii_hexdigit())
 }
 
-/// A user of the machine.
-pub(crate) struct Account {
-    /// None where the number is nobody's.
+/// A user account.
+pub(crate) struct UserAccount {
+    /// `None` if no user has this number.
     name: Option<String>,
     pub(crate) uid: u32,
     pub(crate) gid: u32,
     pub(crate) groups: Vec<u32>,
 }
 
-/// A user by name or number, with the groups that he has when he logs in; a number that is nobody's has none.
-pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
+/// Looks up a user by name or number, with the groups of a login. A number without a user has no groups.
+pub(crate) fn account(name: &str) -> anyhow::Result<UserAccount> {
     let number = name.parse::<u32>().ok();
     let found = match number {
         Some(uid) => nix::unistd::User::from_uid(uid.into()),
@@ -244,28 +245,28 @@ pub(crate) fn account(name: &str) -> anyhow::Result<Account> {
         (Some(user), _) => {
             let login = std::ffi::CString::new(user.name.clone())?;
             let groups = nix::unistd::getgrouplist(&login, user.gid).with_context(|| format!("groups of {name}"))?;
-            Ok(Account {
+            Ok(UserAccount {
                 name: Some(user.name),
                 uid: user.uid.as_raw(),
                 gid: user.gid.as_raw(),
                 groups: groups.into_iter().map(nix::unistd::Gid::as_raw).collect(),
             })
         }
-        (None, Some(uid)) => Ok(Account {
+        (None, Some(uid)) => Ok(UserAccount {
             name: None,
             uid,
             gid: uid,
             groups: Vec::new(),
         }),
-        (None, None) => bail!("there is no user {name}"),
+        (None, None) => bail!("user {name} does not exist"),
     }
 }
 
-/// Where the subordinate ids of users are: subuid(5).
+/// The file with the subordinate ids of users: subuid(5).
 const SUBORDINATE: &str = "/etc/subuid";
 
-/// Users, separated by commas: names, numbers, ranges of numbers, and `subordinate:USER` for the ids that a user may take on by a user
-/// namespace.
+/// Parses users, separated by commas: names, numbers, ranges of numbers, and `subordinate:USER` for the ids that the
+/// user may use in a user namespace.
 pub(crate) fn users(text: &str) -> anyhow::Result<Users> {
     let mut ranges = Vec::new();
     for word in text.split(',') {
@@ -285,8 +286,9 @@ pub(crate) fn users(text: &str) -> anyhow::Result<Users> {
     Ok(Users::new(ranges)?)
 }
 
-/// The ranges of an account in the text of subuid(5): lines of a user's name or number, the first id, and how many.
-fn subordinates(text: &str, of: &Account) -> Vec<RangeInclusive<u32>> {
+/// Returns the ranges of an account in the text of subuid(5). Each line has the user's name or number, the first id,
+/// and the number of ids.
+fn subordinates(text: &str, of: &UserAccount) -> Vec<RangeInclusive<u32>> {
     let range = |line: &str| {
         let mut fields = line.split(':');
         let (user, first, count) = (fields.next()?, fields.next()?, fields.next()?);
@@ -300,14 +302,14 @@ fn subordinates(text: &str, of: &Account) -> Vec<RangeInclusive<u32>> {
     text.lines().filter_map(range).collect()
 }
 
-/// A group's number, by name or number.
+/// Looks up the number of a group by name or number.
 pub(crate) fn group(name: &str) -> anyhow::Result<u32> {
     if let Ok(gid) = name.parse() {
         return Ok(gid);
     }
     match nix::unistd::Group::from_name(name).with_context(|| format!("group {name}"))? {
         Some(group) => Ok(group.gid.as_raw()),
-        None => bail!("there is no group {name}"),
+        None => bail!("group {name} does not exist"),
     }
 }
 
@@ -319,14 +321,14 @@ mod tests {
     fn subordinate_ids_are_the_user_s() {
         let text =
             "bob:200000:10\nalice:100000:65536\n1000:300000:1\nalice:1:0\nalice:x:1\nalice:4294967295:2\nalice\n";
-        let alice = Account {
+        let alice = UserAccount {
             name: Some("alice".to_owned()),
             uid: 1000,
             gid: 1000,
             groups: Vec::new(),
         };
         assert_eq!(subordinates(text, &alice), [100_000..=165_535, 300_000..=300_000]);
-        let nameless = Account { name: None, ..alice };
+        let nameless = UserAccount { name: None, ..alice };
         assert_eq!(subordinates(text, &nameless), [300_000..=300_000]);
     }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The commands of p2pmemctl, with everything they touch (device, sysfs, output) handed in, so that tests can replace it.
+//! The commands of p2pmemctl. The device, sysfs, and the output are parameters, so that tests can replace them.
 
 mod alloc;
 mod cli;
@@ -26,12 +26,12 @@ use clap::{CommandFactory, Parser};
 pub use cli::{Cli, Command};
 pub use environment::{Context, Environment};
 
-/// How a command ended.
+/// Result of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// The command succeeded: exit code 0.
     Done,
-    /// The answer is no, and was printed: exit code 1.
+    /// The result is negative and was printed: exit code 1.
     Refused,
 }
 
@@ -60,12 +60,12 @@ pub fn main() -> ExitCode {
     ExitCode::from(exit_code(&mut context, &cli.command))
 }
 
-/// Runs one command and reports its errors; returns the exit code: 0 done, 1 refused, 2 bad usage.
+/// Runs a command and reports its errors. Returns the exit code: 0 done, 1 refused, 2 invalid arguments.
 pub fn exit_code(context: &mut Context<'_>, command: &Command) -> u8 {
     match run(context, command) {
         Ok(Outcome::Done) => 0,
         Ok(Outcome::Refused) => 1,
-        // The reader of the output has closed the pipe.
+        // The reader of the output closed the pipe.
         Err(error) if is_broken_pipe(&error) => 0,
         Err(error) => {
             report(context, &error);
@@ -94,7 +94,7 @@ fn report(context: &mut Context<'_>, error: &anyhow::Error) {
             "reason": known.and_then(p2pmem::Error::reason),
             "remedy": remedy,
         });
-        // Where even that cannot be written the exit code is all that is left to say.
+        // If the output is not writable, the exit code reports the error.
         let _ = context.print_json(&value);
     }
     eprintln!("p2pmemctl: {text}");

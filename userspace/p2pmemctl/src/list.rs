@@ -81,7 +81,7 @@ fn render_list(providers: &[Provider]) -> String {
 
 #[derive(Serialize)]
 struct OneStats {
-    /// None: the sum over all providers there ever were.
+    /// `None` for the sum over all providers since the module was loaded.
     provider: Option<u32>,
     addr: Option<PciAddr>,
     #[serde(flatten)]
@@ -113,7 +113,7 @@ pub(crate) fn stats(context: &mut Context<'_>, args: &StatsArgs) -> anyhow::Resu
             addr: None,
             stats: device.stats(None)?,
         });
-        names.push("all, ever".into());
+        names.push("total".into());
     }
     if context.json {
         context.print_json(&all)?;

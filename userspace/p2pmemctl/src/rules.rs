@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `rules` and `apply`: the administrator's rules, one by one and from files, and the providers that files name.
+//! `rules` and `apply`: the administrator's rules, and files with rules and devices to publish.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ use crate::file::{self, File};
 use crate::table::{render, text};
 use crate::{Context, Outcome};
 
-/// Where the files are that `apply` and `rules load` take when none is named.
+/// Folder of the files that `apply` and `rules load` read by default.
 const FOLDER: &str = "etc/p2pmem";
 
 fn rules(context: &Context<'_>) -> Rules {
@@ -44,7 +44,7 @@ fn list(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
     } else if all.is_empty() {
         writeln!(
             context.out,
-            "There are no rules: everyone may have memory of every provider."
+            "There are no rules: all members of group p2pmem may allocate from every provider."
         )?;
     } else {
         let rows: Vec<_> = all.iter().map(row).collect();
@@ -138,7 +138,7 @@ fn remove(context: &mut Context<'_>, names: &[String], force: bool) -> anyhow::R
         if !force && !state.usage.is_empty() {
             let counts: Vec<String> = state.usage.iter().map(describe).collect();
             bail!(
-                "rule {name} is in use: it counts {}; with --force it ends, and that counts under the rules that come next",
+                "rule {name} has charges: {}; --force removes it and moves the charges to the next matching rules",
                 counts.join(", ")
             );
         }
@@ -152,7 +152,7 @@ fn remove(context: &mut Context<'_>, names: &[String], force: bool) -> anyhow::R
     Ok(Outcome::Done)
 }
 
-/// The files that are named, or all of the machine's in the order of their names.
+/// Reads the named files, or all files of the folder in the order of their names.
 fn read_all(context: &Context<'_>, named: &[PathBuf]) -> anyhow::Result<Vec<(PathBuf, File)>> {
     let mut paths = named.to_vec();
     if paths.is_empty() {
@@ -175,7 +175,7 @@ fn read_all(context: &Context<'_>, named: &[PathBuf]) -> anyhow::Result<Vec<(Pat
         .collect()
 }
 
-/// The rules of all files; two of one name are an error that names both files.
+/// Returns the rules of all files. Two rules of one name are an error that names both files.
 fn all_rules(context: &Context<'_>, files: &[(PathBuf, File)]) -> anyhow::Result<Vec<Rule>> {
     let mut all: Vec<(Rule, &Path)> = Vec::new();
     for (path, file) in files {
@@ -185,7 +185,7 @@ fn all_rules(context: &Context<'_>, files: &[(PathBuf, File)]) -> anyhow::Result
                 .with_context(|| format!("{}: rule {}", path.display(), entry.name))?;
             if let Some((_, other)) = all.iter().find(|(other, _)| other.name == rule.name) {
                 bail!(
-                    "{}: rule {} is in {} already",
+                    "{}: rule {} is already in {}",
                     path.display(),
                     rule.name,
                     other.display()
@@ -235,7 +235,7 @@ fn save(context: &mut Context<'_>, path: Option<&Path>) -> anyhow::Result<Outcom
     match path {
         None => context.out.write_all(text.as_bytes())?,
         Some(path) => {
-            // Readers find the old file or the new one.
+            // Rename the new file over the old one, so that readers see one of the two, complete.
             let mut new = path.as_os_str().to_owned();
             new.push(".part");
             let new = PathBuf::from(new);
@@ -264,7 +264,7 @@ fn test(context: &mut Context<'_>, args: &RulesTestArgs) -> anyhow::Result<Outco
         return Ok(Outcome::Done);
     };
     let device = context.open()?;
-    let request = request(context, &device, size, &args.place)?;
+    let request = request(context, &device, size, &args.placement)?;
     let explanation = match (&args.uid, &args.gid) {
         (None, None) => device.explain(&request)?,
         (uid, gid) => {
@@ -294,7 +294,7 @@ struct Applied {
 pub(crate) fn apply(context: &mut Context<'_>, args: &ApplyArgs) -> anyhow::Result<Outcome> {
     let files = read_all(context, &args.files)?;
     let wanted = all_rules(context, &files)?;
-    // Rules first: from its first moment on a provider is under them.
+    // Load the rules first, so that they are in force when a provider appears.
     let mut applied = Applied {
         rules: rules(context).load_only(&wanted)?,
         published: Vec::new(),
@@ -308,7 +308,7 @@ pub(crate) fn apply(context: &mut Context<'_>, args: &ApplyArgs) -> anyhow::Resu
         .iter()
         .flat_map(|(path, file)| file.publish.iter().map(move |entry| (path, entry)))
     {
-        // One device that is not there keeps no other from being published.
+        // A failure for one device does not prevent the publication of the others.
         let done = entry.resolve(context).and_then(|publish: admin::Publish| {
             if there.iter().any(|p| p.addr == publish.addr && p.enabled) {
                 applied.unchanged.push(publish.addr);

@@ -3,14 +3,14 @@
 //! `scan`: devices with memory, the sources of that memory, and devices that can use it.
 
 use p2pmem::human_size;
-use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, Lender};
+use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, MemoryDevice};
 
 use crate::cli::ScanArgs;
 use crate::table::{dash, number, render, text};
 use crate::{Context, Outcome};
 
 pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
-    // Without the module, or without access to it, sysfs alone has to do.
+    // Without the module, or without access to it, the scan shows only the sources that are visible in sysfs.
     let providers = context.open().and_then(|device| Ok(device.providers()?)).ok();
     let providers: Option<Vec<_>> = providers.map(|all| all.iter().map(|provider| provider.addr).collect());
     let inventory = Inventory::read_in(&context.environment.root, providers.as_deref())?;
@@ -32,10 +32,10 @@ fn render_inventory(inventory: &Inventory, all: bool) -> String {
     let iommu = if inventory.iommu { "active" } else { "none" };
     out += &format!("Kernel {}, module p2pmem {module}, IOMMU {iommu}\n", inventory.kernel);
     out += "\nDevices with memory:\n";
-    if inventory.lenders.is_empty() {
+    if inventory.memory_devices.is_empty() {
         out += "  none: no device has a 64-bit prefetchable BAR for memory or has published memory\n";
     } else {
-        out += &render_lenders(&inventory.lenders, all);
+        out += &render_memory_devices(&inventory.memory_devices, all);
     }
     out += "\nDevices that can use it by DMA:\n";
     if inventory.clients.is_empty() {
@@ -46,7 +46,7 @@ fn render_inventory(inventory: &Inventory, all: bool) -> String {
     out
 }
 
-fn render_lenders(lenders: &[Lender], all: bool) -> String {
+fn render_memory_devices(memory_devices: &[MemoryDevice], all: bool) -> String {
     let columns = [
         text("DEVICE"),
         text("ID"),
@@ -59,14 +59,14 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
         text("DETAIL"),
     ];
     let mut rows = Vec::new();
-    for lender in lenders {
-        let best = lender.best();
-        let sources = lender
+    for memory_device in memory_devices {
+        let best = memory_device.best();
+        let sources = memory_device
             .sources
             .iter()
             .filter(|source| all || source.availability != Availability::Unavailable || Some(*source) == best);
         for source in sources {
-            let mut row = identity(lender);
+            let mut row = identity(memory_device);
             row.extend([
                 source.backend.to_string(),
                 source.availability.to_string(),
@@ -78,13 +78,13 @@ fn render_lenders(lenders: &[Lender], all: bool) -> String {
     render(&columns, &rows)
 }
 
-/// The cells that describe the device.
-fn identity(lender: &Lender) -> Vec<String> {
-    let device = &lender.device;
-    let bar = lender
+/// Returns the cells that describe the device.
+fn identity(memory_device: &MemoryDevice) -> Vec<String> {
+    let device = &memory_device.device;
+    let bar = memory_device
         .memory_bar()
-        .or_else(|| lender.bars.iter().max_by_key(|bar| bar.size));
-    let size = lender.pool.map(|pool| pool.size).or(bar.map(|bar| bar.size));
+        .or_else(|| memory_device.bars.iter().max_by_key(|bar| bar.size));
+    let size = memory_device.pool.map(|pool| pool.size).or(bar.map(|bar| bar.size));
     vec![
         device.addr.to_string(),
         format!("{:04x}:{:04x}", device.vendor, device.device),

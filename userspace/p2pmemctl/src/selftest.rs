@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `selftest`: patterns written to a provider's memory through a mapping, and read back; the same through a NIC, which
-//! moves them from one half of the memory to the other.
+//! `selftest`: writes patterns to a provider's memory through a mapping and reads them back. With a NIC, also moves
+//! data from one half of the memory to the other by RDMA.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -17,15 +17,15 @@ use crate::cli::SelftestArgs;
 use crate::table::{number, render, text};
 use crate::{Context, Outcome};
 
-/// The maximum that is tested without --size: reads from a BAR are slow.
-const DEFAULT_MOST: u64 = 64 << 20;
-/// Bytes handled at once.
+/// Maximum number of bytes without --size: reads from a BAR are slow.
+const DEFAULT_MAX: u64 = 64 << 20;
+/// Bytes per step.
 const STEP: usize = 64 << 10;
 
-/// A pattern: the word at index `i`.
+/// A pattern: the word for index `i`.
 type Pattern = fn(u64) -> u64;
 
-/// Each finds another kind of fault: stuck bits, crossed data lines, address lines, and shortcuts through caches.
+/// Patterns for different faults: stuck bits, crossed data lines, address lines, and stale cache lines.
 const PATTERNS: [(&str, Pattern); 5] = [
     ("zeros", |_| 0),
     ("ones", |_| u64::MAX),
@@ -47,19 +47,19 @@ struct Report {
     bytes: u64,
     ok: bool,
     patterns: Vec<PatternReport>,
-    /// None: no NIC was named.
+    /// `None` if no NIC was specified.
     registration: Option<RegistrationReport>,
 }
 
 #[derive(Serialize)]
 struct RegistrationReport {
     nic: String,
-    /// How the NIC came to the memory; none where it could not.
+    /// Registration method; `None` if the registration failed.
     method: Option<RegistrationMethod>,
     microseconds: u64,
     error: Option<String>,
     remedy: Option<&'static str>,
-    /// What the NIC moved. None: the memory was not registered.
+    /// Result of the RDMA transfers; `None` if the registration failed.
     transfer: Option<TransferReport>,
 }
 
@@ -69,14 +69,14 @@ impl RegistrationReport {
     }
 }
 
-/// What came of an RDMA WRITE and an RDMA READ between the halves of the memory.
+/// Result of an RDMA WRITE and an RDMA READ between the halves of the memory.
 #[derive(Debug, Default, Serialize)]
 struct TransferReport {
-    /// Bytes that arrived, by both.
+    /// Bytes moved by both operations together.
     bytes: u64,
-    /// Words that differ from those that the NIC had to move.
+    /// Number of words with a wrong value after the transfers.
     wrong_words: u64,
-    /// Offset in the buffer of the first of them, in bytes.
+    /// Offset of the first wrong word in the buffer, in bytes.
     first_wrong: Option<u64>,
     error: Option<String>,
 }
@@ -87,23 +87,23 @@ impl TransferReport {
     }
 }
 
-/// What moves bytes from one part of registered memory to another.
-trait Mover {
-    /// RDMA WRITE: `from` goes to offset `to`.
+/// Moves bytes within registered memory. Tests replace the NIC by this trait.
+trait RdmaAccess {
+    /// RDMA WRITE: copies `from` to offset `to`.
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()>;
-    /// RDMA READ: what is at offset `from` comes to `into`.
+    /// RDMA READ: copies from offset `from` to `into`.
     fn read(&mut self, into: Range<usize>, from: usize) -> p2pmem::Result<()>;
 }
 
-/// A NIC that is connected to itself.
+/// A connection of a NIC with itself.
 struct Loopback<'a> {
     near: Queue,
-    /// The other end, which the near one needs to live.
+    /// The remote queue pair. The connection needs it until the end.
     _far: Queue,
     registration: &'a Registration,
 }
 
-impl Mover for Loopback<'_> {
+impl RdmaAccess for Loopback<'_> {
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
         let memory = self.registration;
         self.near.write(memory, from, &memory.remote(), to as u64)
@@ -119,7 +119,7 @@ impl Mover for Loopback<'_> {
 struct PatternReport {
     pattern: &'static str,
     wrong_words: u64,
-    /// Offset in the buffer of the first wrong word, in bytes.
+    /// Offset of the first wrong word in the buffer, in bytes.
     first_wrong: Option<u64>,
     write_mb_per_s: f64,
     read_mb_per_s: f64,
@@ -128,9 +128,9 @@ struct PatternReport {
 pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
     let provider = context.provider(&device, &args.provider)?;
-    let size = args.size.unwrap_or(provider.largest.min(DEFAULT_MOST));
+    let size = args.size.unwrap_or(provider.largest.min(DEFAULT_MAX));
     if size == 0 {
-        bail!("provider {} has nothing free to test", provider.id);
+        bail!("provider {} has no free memory to test", provider.id);
     }
     let nic = args.nic.as_deref().map(open_nic).transpose()?;
     let buffer = device.alloc(&Request::new(size).provider(provider.id))?;
@@ -171,7 +171,7 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
     Ok(Outcome::of(report.ok))
 }
 
-/// Makes both ends of a connection of a NIC with itself.
+/// Creates both queue pairs of a connection of a NIC with itself.
 type Connect = Box<dyn Fn() -> p2pmem::Result<(Queue, Queue)>>;
 
 fn open_nic(name: &str) -> p2pmem::Result<(Pd, Connect)> {
@@ -187,7 +187,7 @@ fn open_nic(name: &str) -> p2pmem::Result<(Pd, Connect)> {
     Ok((pd, connect))
 }
 
-/// Registers a buffer with a NIC, for the other side to read and write, has bytes moved, and ends that.
+/// Registers a buffer with a NIC for remote access, moves data by RDMA, and deregisters the buffer.
 fn register(
     buffer: &Buffer,
     pd: &Pd,
@@ -220,15 +220,15 @@ fn register(
     }
 }
 
-/// Moves each half of the memory to the other, once by each verb, and compares the result as the CPU reads it. DMA to or from
-/// a wrong address gives other bytes than those written.
-fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
+/// Moves each half of the memory to the other half, once by RDMA WRITE and once by RDMA READ, and compares the result
+/// as the CPU reads it. DMA to or from a wrong address gives bytes that differ from the written ones.
+fn transfer(mapping: &Mapping, rdma: &mut dyn RdmaAccess) -> TransferReport {
     let mut report = TransferReport::default();
     let half = mapping.len() / 16 * 8;
     let step = half.clamp(8, STEP);
     let mut run = || -> p2pmem::Result<()> {
         for (salt, source, target) in [(1, 0, half), (2, half, 0)] {
-            // The whole of a side is written before it is moved: nothing that was there before can be taken for it.
+            // All words of both halves are written before each transfer, so old content cannot pass as the result.
             let words = |at: usize, salt: u64| -> Vec<u64> {
                 let first = (at / 8) as u64 + (salt << 56);
                 (first..).take(step.min(half - at) / 8).map(mixed).collect()
@@ -241,8 +241,8 @@ fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
             for at in (0..half).step_by(step) {
                 let len = step.min(half - at);
                 match salt {
-                    1 => mover.write(source + at..source + at + len, target + at)?,
-                    _ => mover.read(target + at..target + at + len, source + at)?,
+                    1 => rdma.write(source + at..source + at + len, target + at)?,
+                    _ => rdma.read(target + at..target + at + len, source + at)?,
                 }
             }
             for at in (0..half).step_by(step) {
@@ -267,7 +267,7 @@ fn transfer(mapping: &Mapping, mover: &mut dyn Mover) -> TransferReport {
     report
 }
 
-/// The finaliser of SplitMix64: every bit of the index changes about half of the word's.
+/// The finaliser of SplitMix64: each bit of the index changes about half of the bits of the word.
 fn mixed(i: u64) -> u64 {
     let mut x = i.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -287,7 +287,7 @@ fn test(
             *word = pattern((at / 8 + i) as u64);
         }
     };
-    // Buffers are whole pages, so the last step is whole words too.
+    // Buffers consist of whole pages, so the last step also consists of whole words.
     let steps = || {
         (0..mapping.len())
             .step_by(STEP)
@@ -383,11 +383,12 @@ fn render_report(report: &Report) -> String {
 }
 
 fn render_transfer(nic: &str, transfer: &TransferReport) -> String {
-    const REMEDY: &str = "  -> see what `p2pmemctl doctor` says of host bridge, IOMMU and ACS\n";
+    const REMEDY: &str = "  -> see the results of `p2pmemctl doctor` for host bridge, IOMMU, and ACS\n";
     match (&transfer.error, transfer.first_wrong) {
         (Some(error), _) => format!("{error}\n{REMEDY}"),
         (None, Some(at)) => format!(
-            "WRONG: {nic} does not reach this memory: {} words moved by RDMA are not there, the first at byte {at:#x}\n{REMEDY}",
+            "WRONG: {nic} does not reach this memory: {} words moved by RDMA did not arrive, the first at byte \
+             {at:#x}\n{REMEDY}",
             transfer.wrong_words
         ),
         (None, None) => format!(

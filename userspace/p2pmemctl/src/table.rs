@@ -1,28 +1,28 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Plain aligned tables without lines, which people can read and `awk` too.
+//! Plain aligned tables without lines, for people and for tools such as `awk`.
 
 use comfy_table::{presets, CellAlignment, ContentArrangement, Table};
 
 /// A column: its header, and whether its cells are numbers.
 pub(crate) struct Column(pub(crate) String, pub(crate) bool);
 
-/// A column of text.
+/// Returns a column of text.
 pub(crate) fn text(header: &str) -> Column {
     Column(header.to_owned(), false)
 }
 
-/// A column of numbers, aligned to the right.
+/// Returns a column of right-aligned numbers.
 pub(crate) fn number(header: &str) -> Column {
     Column(header.to_owned(), true)
 }
 
-/// The cell of a value that may be missing.
+/// Returns the cell of a value that may be missing.
 pub(crate) fn dash(value: Option<impl ToString>) -> String {
     value.map_or_else(|| "-".into(), |value| value.to_string())
 }
 
-/// Renders rows below headers. Lines have no trailing blanks, and end with a newline each.
+/// Renders headers and rows. Each line ends with a newline and has no trailing blanks.
 pub(crate) fn render(columns: &[Column], rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
     table

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `top`: providers, how much of each is used and how fast that changes, and who holds it, as long as one looks.
+//! `top`: shows providers, their use and its rates, and the owners of buffers, until the user quits.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -17,16 +17,16 @@ use ratatui::Frame;
 use crate::cli::TopArgs;
 use crate::{Context, Outcome};
 
-/// Characters of the bar that shows how much is used.
+/// Width of the bar that shows the used part of a provider.
 const BAR: u64 = 20;
 
-/// What the module says at one moment.
+/// State of the module at one moment.
 struct Sample {
-    /// When, from whenever on.
+    /// Time of the sample, on an arbitrary clock.
     at: Duration,
     info: Info,
     providers: Vec<(Provider, Stats)>,
-    /// None where this user may not know.
+    /// Owners of buffers; `None` without the privilege to read them.
     holders: Option<Vec<(PciAddr, Holder)>>,
 }
 
@@ -41,13 +41,13 @@ impl Sample {
     }
 }
 
-/// What is shown: a moment, and the one before.
+/// The current sample and the one before.
 struct Samples {
     before: Option<Sample>,
     now: Sample,
 }
 
-/// Per second, with as many digits as it is worth.
+/// Formats a rate per second, with one decimal if it is small.
 fn rate(count: f64) -> String {
     if count == 0.0 || count >= 10.0 {
         format!("{count:.0}")
@@ -57,7 +57,7 @@ fn rate(count: f64) -> String {
 }
 
 impl Samples {
-    /// How much a counter of a provider grew in a second; none at the provider's first sight.
+    /// Returns the rate of a provider's counter per second; `None` if the previous sample has no such provider.
     fn per_second(&self, id: u32, now: u64, counter: fn(&Stats) -> u64) -> Option<f64> {
         let before = self.before.as_ref()?;
         let (_, stats) = before.providers.iter().find(|(provider, _)| provider.id == id)?;
@@ -107,7 +107,7 @@ impl Samples {
         }
         match &self.now.holders {
             None => frame.render_widget(Paragraph::new("Run as root to see the owners of buffers."), holders),
-            Some(all) if all.is_empty() => frame.render_widget(Paragraph::new("Nobody holds a buffer."), holders),
+            Some(all) if all.is_empty() => frame.render_widget(Paragraph::new("No process holds a buffer."), holders),
             Some(all) => frame.render_widget(holder_table(all), holders),
         }
         frame.render_widget(Paragraph::new("q: quit"), keys);
@@ -165,7 +165,7 @@ fn header<const N: usize>(names: [(bool, &'static str); N]) -> Row<'static> {
     Row::new(cells).style(Style::new().add_modifier(Modifier::BOLD))
 }
 
-/// How much of a size is used, as a bar: what is used at all is seen.
+/// Returns a bar for the used part of `size`. A part that is not zero has at least one character.
 fn bar(used: u64, size: u64) -> String {
     let filled = used.saturating_mul(BAR).div_ceil(size.max(1)).min(BAR) as usize;
     format!("[{}{}]", "|".repeat(filled), " ".repeat(BAR as usize - filled))
@@ -192,7 +192,7 @@ fn holder_table(all: &[(PciAddr, Holder)]) -> Table<'static> {
     ]))
 }
 
-/// Whether a key ends it.
+/// Returns whether a key quits the program.
 fn quits(key: &KeyEvent) -> bool {
     let ctrl_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
     key.kind == KeyEventKind::Press && (ctrl_c || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc))
@@ -217,15 +217,15 @@ pub(crate) fn top(context: &mut Context<'_>, args: &TopArgs) -> anyhow::Result<O
     let device = context.open()?;
     ensure!(
         !context.json && std::io::stdout().is_terminal(),
-        "top is for terminals: for programs there is `p2pmemctl stats --json`"
+        "top needs a terminal: use `p2pmemctl stats --json` in programs"
     );
     let began = Instant::now();
-    // The first one is taken before the screen is another, so that its error is seen.
+    // Take the first sample before switching to the alternate screen, so that an error remains visible.
     let mut samples = Samples {
         before: None,
         now: Sample::take(&device, began.elapsed())?,
     };
-    let mut terminal = ratatui::try_init().context("cannot take the terminal")?;
+    let mut terminal = ratatui::try_init().context("cannot set up the terminal")?;
     let mut shown = 0;
     let result = loop {
         if let Err(error) = terminal.draw(|frame| samples.draw(frame)) {
@@ -246,7 +246,7 @@ pub(crate) fn top(context: &mut Context<'_>, args: &TopArgs) -> anyhow::Result<O
             Err(error) => break Err(error.into()),
         }
     };
-    ratatui::try_restore().context("cannot give the terminal back")?;
+    ratatui::try_restore().context("cannot restore the terminal")?;
     result.map(|()| Outcome::Done)
 }
 
@@ -259,7 +259,7 @@ mod tests {
 
     use super::*;
 
-    /// The screen's lines, without blanks at their ends.
+    /// Returns the lines of the screen without trailing blanks.
     fn screen(samples: &Samples, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| samples.draw(frame)).unwrap();
@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn use_rates_and_holders_are_shown() {
+    fn use_rates_and_owners_are_shown() {
         let fake = Fake::example();
         fake.holders(Some(
             "id function size bar_offset mappings exports state owner\n\
@@ -302,7 +302,7 @@ mod tests {
             "{lines:#?}"
         );
         assert_eq!(words(&lines[2])[..3], ["ID", "DEVICE", "STATE"]);
-        // Half of it, in two seconds by two allocations.
+        // Half of the provider, in two seconds by two allocations.
         let half = format!("[{}{}]", "|".repeat(10), " ".repeat(10));
         assert!(lines[3].contains(&half), "{lines:#?}");
         let (_, numbers) = lines[3].split_once(']').unwrap();
@@ -333,18 +333,18 @@ mod tests {
     }
 
     #[test]
-    fn at_first_there_are_no_rates() {
+    fn the_first_sample_has_no_rates() {
         let fake = Fake::example();
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
         let lines = screen(&Samples { before: None, now }, 132, 14);
         let (_, numbers) = lines[3].split_once(']').unwrap();
         assert_eq!(words(numbers)[6..], ["-", "-", "-", "-"], "{lines:#?}");
-        // The fake does not say who holds what, as the kernel does not to everyone.
+        // The fake device does not report owners, like the kernel for unprivileged users.
         assert!(lines.iter().any(|line| line.contains("Run as root")), "{lines:#?}");
     }
 
     #[test]
-    fn nothing_and_little_room_are_no_trouble() {
+    fn an_empty_list_and_a_small_screen_are_drawn() {
         let fake = Fake::new();
         fake.holders(Some("id function size bar_offset mappings exports state owner\n"));
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
@@ -355,7 +355,7 @@ mod tests {
             "{lines:#?}"
         );
         assert!(
-            lines.iter().any(|line| line.contains("Nobody holds a buffer")),
+            lines.iter().any(|line| line.contains("No process holds a buffer")),
             "{lines:#?}"
         );
         for (width, height) in [(1, 1), (10, 3), (200, 2), (3, 60)] {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_as_long_as_they_should_be() {
+    fn bars_have_the_right_length() {
         for (used, size, filled) in [
             (0, 100, 0),
             (1, 1 << 40, 1),
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_end_it() {
+    fn keys_that_quit() {
         let key = |code, modifiers| quits(&KeyEvent::new(code, modifiers));
         assert!(key(KeyCode::Char('q'), KeyModifiers::NONE) && key(KeyCode::Esc, KeyModifiers::NONE));
         assert!(key(KeyCode::Char('c'), KeyModifiers::CONTROL) && !key(KeyCode::Char('c'), KeyModifiers::NONE));

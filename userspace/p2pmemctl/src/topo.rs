@@ -13,7 +13,7 @@ use crate::{Context, Outcome};
 struct Topology {
     providers: Vec<Provider>,
     clients: Vec<Client>,
-    /// `client` is an index into `clients`.
+    /// Paths; `client` is an index into `clients`.
     paths: Vec<Path>,
 }
 
@@ -50,7 +50,10 @@ pub(crate) fn topo(context: &mut Context<'_>, args: &TopoArgs) -> anyhow::Result
             "There are no providers. Make one: p2pmemctl publish DEVICE"
         )?;
     } else if topology.clients.is_empty() {
-        writeln!(context.out, "No device here looks like a client: name some.")?;
+        writeln!(
+            context.out,
+            "This machine has no storage, network, or InfiniBand device and no accelerator: specify clients."
+        )?;
     } else {
         write!(context.out, "{}", render_topology(&topology))?;
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The binary itself: usage errors, and a machine without the module.
+//! Tests of the binary: usage errors, and a machine without the module.
 
 use std::process::Command;
 
@@ -13,12 +13,12 @@ fn run(args: &[&str]) -> (i32, String, String) {
 }
 
 #[test]
-fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
+fn invalid_arguments_are_exit_code_2_with_a_reason() {
     let cases: [(&[&str], &str); 9] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),
-        (&["alloc", "16Q"], "such as 64K, 16M or 1GiB"),
+        (&["alloc", "16Q"], "such as 64K, 16M, or 1GiB"),
         (
             &["alloc", "4K", "--max-class", "XYZ"],
             "use one of DEV, SW, SWS, PHB, NODE, SYS",
@@ -27,9 +27,9 @@ fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
             &["alloc", "4K", "--provider", "1", "--prefer", "2"],
             "cannot be used with",
         ),
-        (&["alloc", "4K", "--fill", "256"], "give a byte"),
+        (&["alloc", "4K", "--fill", "256"], "specify a byte"),
         (&["publish", "03:00.0", "--bar", "6"], "6 is not in 0..6"),
-        (&["events", "--timeout", "never"], "give a number of seconds"),
+        (&["events", "--timeout", "never"], "specify a number of seconds"),
     ];
     for (args, words) in cases {
         let (code, out, err) = run(args);
@@ -39,7 +39,7 @@ fn bad_usage_is_exit_code_2_and_says_what_is_wrong() {
 }
 
 #[test]
-fn without_the_module_the_remedy_is_named() {
+fn without_the_module_the_error_has_a_remedy() {
     let (code, out, err) = run(&["list", "--device", "/nonexistent/p2pmem"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert_eq!(

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Verbs: NICs, registered memory, queue pairs and completions. Each object keeps those that it depends on.
+//! Safe wrappers of libibverbs: NICs, registered memory, queue pairs, and completions. Each object keeps its parents
+//! alive.
 //!
-//! The NIC checks the addresses of a work request, local and remote, against its keys, and a key is valid no longer than
-//! its registration. So any address is safe to post: at worst the completion has an error.
+//! The NIC checks the addresses in a work request, local and remote, against its keys, and a key is valid only while
+//! its registration exists. Posting arbitrary addresses is therefore safe: the worst result is a completion with an
+//! error.
 
 mod completion;
 mod memory;
@@ -24,29 +26,29 @@ pub use queue_pair::{QueuePair, Remote, Request, Retries, Segment, Work};
 
 use crate::wire::Link;
 
-/// The only port that is used, as on most NICs.
+/// The only port that this program uses; most NICs have one port.
 const PORT: u8 = 1;
 
-/// Converts the errno that a verb returned to an error.
+/// Converts the return value of a verb to a result.
 fn errno(returned: libc::c_int) -> io::Result<()> {
     match returned {
         0 => Ok(()),
-        // Most verbs return the errno, some its negative, and -1 means that `errno` has it.
+        // Most verbs return the errno, some the negative errno, and -1 means that the error is in `errno`.
         -1 => Err(io::Error::last_os_error()),
         other => Err(io::Error::from_raw_os_error(other.abs())),
     }
 }
 
-/// The list of NICs, while it lives.
-struct List {
+/// The list of NICs.
+struct DeviceList {
     devices: NonNull<*mut ffi::ibv_device>,
     count: usize,
 }
 
-impl List {
+impl DeviceList {
     fn new() -> io::Result<Self> {
         let mut count = 0;
-        // SAFETY: the count is ours to be written.
+        // SAFETY: the call writes only the count, a local variable.
         let devices = unsafe { ffi::ibv_get_device_list(&mut count) };
         match NonNull::new(devices) {
             Some(devices) => Ok(Self {
@@ -57,7 +59,7 @@ impl List {
         }
     }
 
-    /// The NICs and their names.
+    /// Returns the NICs and their names.
     fn iter(&self) -> impl Iterator<Item = (*mut ffi::ibv_device, String)> + '_ {
         (0..self.count).map(|i| {
             // SAFETY: the list has `count` entries; a device's name is a C string that lives as long as the list.
@@ -70,43 +72,43 @@ impl List {
     }
 }
 
-impl Drop for List {
+impl Drop for DeviceList {
     fn drop(&mut self) {
         // SAFETY: it came from ibv_get_device_list and is freed once. Open devices hold their own reference.
         unsafe { ffi::ibv_free_device_list(self.devices.as_ptr()) };
     }
 }
 
-/// Names of the NICs of this machine.
+/// Returns the names of this machine's NICs.
 ///
 /// # Errors
 ///
-/// EOPNOTSUPP where libibverbs is not installed, ENOSYS where the kernel has no RDMA.
+/// EOPNOTSUPP if libibverbs is not installed, ENOSYS if the kernel has no RDMA.
 pub fn nics() -> io::Result<Vec<String>> {
-    Ok(List::new()?.iter().map(|(_, name)| name).collect())
+    Ok(DeviceList::new()?.iter().map(|(_, name)| name).collect())
 }
 
-/// What a NIC can do at once.
+/// Limits of a NIC.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Work requests in a queue.
+    /// Maximum number of work requests in a queue.
     pub queue: u32,
-    /// RDMA READs and atomics that a queue pair answers at once.
+    /// Maximum number of outstanding RDMA READs and atomics of a queue pair as a responder.
     pub reads_answered: u8,
-    /// The same that it asks at once.
+    /// Maximum number of outstanding RDMA READs and atomics of a queue pair as an initiator.
     pub reads_asked: u8,
 }
 
-/// What a port is.
+/// Attributes of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Port {
-    /// Whether it can carry traffic.
+    /// Whether the port is active.
     pub is_active: bool,
-    /// What it is a port to.
+    /// Link layer.
     pub link: Link,
     /// Local identifier.
     pub lid: u16,
-    /// Largest packet, in bytes.
+    /// MTU in bytes.
     pub mtu: u32,
 }
 
@@ -120,7 +122,7 @@ pub struct Nic {
     name: String,
 }
 
-// SAFETY: libibverbs may be called for one context by any threads at once.
+// SAFETY: libibverbs permits concurrent calls with one context from any threads.
 unsafe impl Send for Nic {}
 // SAFETY: as above.
 unsafe impl Sync for Nic {}
@@ -132,38 +134,38 @@ impl fmt::Debug for Nic {
 }
 
 impl Nic {
-    /// Opens the NIC of that name; none where there is none.
+    /// Opens the NIC of this name; `None` if it does not exist.
     ///
     /// # Errors
     ///
-    /// EPERM or EACCES: its device file may not be opened. Those of [`nics`].
+    /// EPERM or EACCES if the user has no access to the device file. Those of [`nics`].
     pub fn open(name: &str) -> io::Result<Option<Arc<Self>>> {
-        let list = List::new()?;
+        let list = DeviceList::new()?;
         let found = list.iter().find(|(_, other)| other == name);
         let Some((device, name)) = found else {
             return Ok(None);
         };
-        // SAFETY: the list lives, so the device does.
+        // SAFETY: the list lives, so the device is valid.
         let raw = unsafe { ffi::ibv_open_device(device) };
-        // INVARIANT: just opened.
+        // INVARIANT: opened above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Some(Arc::new(Self { raw, name })))
     }
 
-    /// Its name.
+    /// Returns the NIC's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What it can do at once.
+    /// Queries the NIC's limits.
     ///
     /// # Errors
     ///
-    /// The NIC is gone.
+    /// The NIC was removed.
     pub fn limits(&self) -> io::Result<Limits> {
         let mut attr = mem::MaybeUninit::<ffi::ibv_device_attr>::zeroed();
-        // SAFETY: by the invariant the context is open; the attributes, of integers and arrays of them, may be all
-        // zeros and are written.
+        // SAFETY: by the invariant the context is open. The attributes consist of integers and arrays of integers, so
+        // all zeros is a valid value, and the call writes them.
         let attr = unsafe {
             errno(ffi::ibv_query_device(self.raw.as_ptr(), attr.as_mut_ptr()))?;
             attr.assume_init()
@@ -176,11 +178,11 @@ impl Nic {
         })
     }
 
-    /// What its port is now.
+    /// Queries the port.
     ///
     /// # Errors
     ///
-    /// The NIC is gone.
+    /// The NIC was removed.
     pub fn port(&self) -> io::Result<Port> {
         let mut attr = mem::MaybeUninit::<ffi::ibv_port_attr>::zeroed();
         // SAFETY: as in `limits`.
@@ -190,26 +192,26 @@ impl Nic {
         };
         Ok(Port {
             is_active: attr.state == ffi::ibv_port_state::IBV_PORT_ACTIVE,
-            // IBV_LINK_LAYER_ETHERNET; other values, and none, are InfiniBand's.
+            // 2 is IBV_LINK_LAYER_ETHERNET; 1 and 0 (unspecified) are InfiniBand.
             link: if attr.link_layer == 2 {
                 Link::Ethernet
             } else {
                 Link::Infiniband
             },
             lid: attr.lid,
-            // Codes 1 to 5 stand for 256 to 4096 bytes.
+            // Codes 1 to 5 mean 256 to 4096 bytes.
             mtu: 128 << attr.active_mtu.clamp(1, 5),
         })
     }
 
-    /// An entry of its port's table of GIDs.
+    /// Queries an entry of the port's GID table.
     ///
     /// # Errors
     ///
-    /// There is no such entry.
+    /// The entry does not exist.
     pub fn gid(&self, index: u8) -> io::Result<[u8; 16]> {
         let mut gid = ffi::ibv_gid { raw: [0; 16] };
-        // SAFETY: by the invariant the context is open; the GID is ours to be written, and all its bytes are set.
+        // SAFETY: by the invariant the context is open; the GID is a local variable, and all its bytes are initialized.
         unsafe {
             errno(ffi::ibv_query_gid(self.raw.as_ptr(), PORT, index.into(), &mut gid))?;
             Ok(gid.raw)
@@ -219,7 +221,7 @@ impl Nic {
 
 impl Drop for Nic {
     fn drop(&mut self) {
-        // SAFETY: open by the invariant; everything made of it holds an `Arc` of this and is gone.
+        // SAFETY: open by the invariant; every object of this context holds an `Arc` of this and is already dropped.
         unsafe { ffi::ibv_close_device(self.raw.as_ptr()) };
     }
 }
@@ -240,7 +242,7 @@ unsafe impl Send for Domain {}
 unsafe impl Sync for Domain {}
 
 impl Domain {
-    /// Of a NIC.
+    /// Allocates a protection domain of a NIC.
     ///
     /// # Errors
     ///
@@ -248,12 +250,12 @@ impl Domain {
     pub fn new(nic: Arc<Nic>) -> io::Result<Arc<Self>> {
         // SAFETY: by its invariant the context is open.
         let raw = unsafe { ffi::ibv_alloc_pd(nic.raw.as_ptr()) };
-        // INVARIANT: just allocated.
+        // INVARIANT: allocated above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Arc::new(Self { raw, nic }))
     }
 
-    /// Its NIC.
+    /// Returns the NIC.
     pub fn nic(&self) -> &Arc<Nic> {
         &self.nic
     }
@@ -261,12 +263,13 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
-        // SAFETY: allocated by the invariant; what was made in it holds an `Arc` of this and is gone.
+        // SAFETY: allocated by the invariant; every object of this domain holds an `Arc` of this and is already
+        // dropped.
         unsafe { ffi::ibv_dealloc_pd(self.raw.as_ptr()) };
     }
 }
 
-/// The access flags that this program registers memory with: everything but atomics.
+/// Access flags of all registrations: everything except atomics.
 pub const ACCESS: u32 = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
     | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
     | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
@@ -276,8 +279,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_machine_without_nics_has_none_or_says_why() {
-        // Builders have none; where there are some they have names.
+    fn nics_have_names_or_the_list_is_an_error() {
+        // A build machine has no NIC; existing NICs have names.
         match nics() {
             Ok(names) => assert!(names.iter().all(|name| !name.is_empty())),
             Err(error) => assert!(error.raw_os_error().is_some(), "{error}"),
@@ -288,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_say_what_to_look_at() {
+    fn failures_have_a_hint() {
         for status in 1..24 {
             let text = Failure { status, vendor: 0x51 }.to_string();
             assert!(text.contains("0x51") && text.contains(": "), "{text}");

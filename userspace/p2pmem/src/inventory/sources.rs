@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::types::{Availability, Backend, Lender, Source};
+use super::types::{Availability, Backend, MemoryDevice, Source};
 use crate::addr::PciAddr;
 use crate::pci::{folder_of, PciDevice};
 
@@ -50,34 +50,34 @@ impl Machine<'_> {
         folder_of(&self.root.join("sys"), device.addr)
     }
 
-    /// All sources of a lender's memory, one for each backend.
-    pub(super) fn sources(&self, lender: &Lender) -> Vec<Source> {
+    /// All sources of a device's memory, one for each backend.
+    pub(super) fn sources(&self, memory_device: &MemoryDevice) -> Vec<Source> {
         let source = |backend, (availability, detail)| Source {
             backend,
             availability,
             detail,
         };
         vec![
-            source(Backend::Module, self.by_module(lender)),
-            source(Backend::Sysfs, self.by_sysfs(lender)),
-            source(Backend::Vfio, self.by_vfio(lender)),
-            source(Backend::Driver, by_driver(lender)),
+            source(Backend::Module, self.by_module(memory_device)),
+            source(Backend::Sysfs, self.by_sysfs(memory_device)),
+            source(Backend::Vfio, self.by_vfio(memory_device)),
+            source(Backend::Driver, by_driver(memory_device)),
         ]
     }
 
-    fn by_module(&self, lender: &Lender) -> (Availability, String) {
+    fn by_module(&self, memory_device: &MemoryDevice) -> (Availability, String) {
         use Availability::{Possible, Ready, Unavailable};
-        let addr = lender.device.addr;
+        let addr = memory_device.device.addr;
         let load = if self.module {
             ""
         } else {
             "load the module (modprobe p2pmem), then "
         };
-        let driver = lender.device.driver.as_deref();
+        let driver = memory_device.device.driver.as_deref();
         if self.is_provider(addr) {
             return (Ready, "it is a provider: see p2pmemctl list".into());
         }
-        if let (Some(_), Some(driver)) = (vendor_interfaces(&lender.device), driver) {
+        if let (Some(_), Some(driver)) = (vendor_interfaces(&memory_device.device), driver) {
             return (Unavailable, format!("the driver {driver} owns the memory"));
         }
         if self.module && self.providers.is_none() {
@@ -87,7 +87,7 @@ impl Machine<'_> {
                     .into(),
             );
         }
-        if lender.pool.is_some() {
+        if memory_device.pool.is_some() {
             return if self.module {
                 (
                     Unavailable,
@@ -100,7 +100,7 @@ impl Machine<'_> {
                 )
             };
         }
-        match (lender.memory_bar(), driver) {
+        match (memory_device.memory_bar(), driver) {
             (None, _) => (Unavailable, "it has no 64-bit prefetchable BAR".into()),
             (Some(_), None | Some("p2pmem")) => (Possible, format!("{load}p2pmemctl publish {addr}")),
             (Some(_), Some(driver)) => (
@@ -110,10 +110,10 @@ impl Machine<'_> {
         }
     }
 
-    fn by_sysfs(&self, lender: &Lender) -> (Availability, String) {
+    fn by_sysfs(&self, memory_device: &MemoryDevice) -> (Availability, String) {
         use Availability::{Ready, Unavailable};
-        let file = self.folder(&lender.device).join("p2pmem/allocate");
-        if lender.pool.is_none() {
+        let file = self.folder(&memory_device.device).join("p2pmem/allocate");
+        if memory_device.pool.is_none() {
             return (Unavailable, "its driver publishes no memory".into());
         }
         if !file.exists() {
@@ -124,26 +124,26 @@ impl Machine<'_> {
             Ready,
             format!(
                 "mmap() of /sys/bus/pci/devices/{}/p2pmem/allocate, as root",
-                lender.device.addr
+                memory_device.device.addr
             ),
         )
     }
 
-    fn by_vfio(&self, lender: &Lender) -> (Availability, String) {
+    fn by_vfio(&self, memory_device: &MemoryDevice) -> (Availability, String) {
         use Availability::{Possible, Ready, Unavailable};
-        let folder = self.folder(&lender.device);
+        let folder = self.folder(&memory_device.device);
         if self.release < VFIO_DMABUF {
             let (major, minor) = VFIO_DMABUF;
             return (Unavailable, format!("the kernel is older than {major}.{minor}"));
         }
-        if lender.bars.is_empty() {
+        if memory_device.bars.is_empty() {
             return (Unavailable, "it has no memory BAR".into());
         }
         let Ok(group) = std::fs::read_link(folder.join("iommu_group")) else {
             return (Unavailable, "vfio-pci needs an active IOMMU".into());
         };
         let group = group.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        match lender.device.driver.as_deref() {
+        match memory_device.device.driver.as_deref() {
             Some("vfio-pci") => (Ready, format!("dma-bufs of its BARs by /dev/vfio/{group}")),
             driver => {
                 let unbind = driver.map_or_else(String::new, |driver| {
@@ -155,9 +155,12 @@ impl Machine<'_> {
     }
 }
 
-fn by_driver(lender: &Lender) -> (Availability, String) {
+fn by_driver(memory_device: &MemoryDevice) -> (Availability, String) {
     use Availability::{Ready, Unavailable};
-    match (vendor_interfaces(&lender.device), lender.device.driver.as_deref()) {
+    match (
+        vendor_interfaces(&memory_device.device),
+        memory_device.device.driver.as_deref(),
+    ) {
         (Some(interfaces), Some(driver)) => (Ready, format!("{driver}: {interfaces}")),
         (_, Some(driver)) => (Unavailable, format!("no interface of the driver {driver} is known")),
         (_, None) => (Unavailable, "it has no driver".into()),

@@ -63,11 +63,11 @@ impl Machine {
         Inventory::read_in(self.0.path(), providers).unwrap()
     }
 
-    /// The source of the only lender.
+    /// The source of the only device with memory.
     fn source(&self, backend: Backend) -> (Availability, String) {
         let inventory = self.read(Some(&[]));
-        assert_eq!(inventory.lenders.len(), 1, "{inventory:#?}");
-        let source = inventory.lenders[0]
+        assert_eq!(inventory.memory_devices.len(), 1, "{inventory:#?}");
+        let source = inventory.memory_devices[0]
             .sources
             .iter()
             .find(|source| source.backend == backend);
@@ -84,11 +84,11 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
     let folder = machine.device("0000:03:00.0", "0x120000", "", &bar2(1 << 30, MEMORY));
     machine.put(&format!("{folder}/resource2_resize"), "0000000000001c00\n");
     let inventory = machine.read(Some(&[]));
-    let lender = &inventory.lenders[0];
-    let bar = lender.memory_bar().unwrap();
+    let memory_device = &inventory.memory_devices[0];
+    let bar = memory_device.memory_bar().unwrap();
     assert_eq!((bar.index, bar.size, bar.is_memory()), (2, 1 << 30, true));
     assert_eq!(bar.resizable_to, Some(4 << 30), "bits 10 to 12: up to 4096 MiB");
-    assert_eq!(lender.best().unwrap().backend, Backend::Module);
+    assert_eq!(memory_device.best().unwrap().backend, Backend::Module);
     let (availability, detail) = machine.source(Backend::Module);
     assert!(
         availability == Possible && detail.contains("modprobe p2pmem"),
@@ -103,10 +103,10 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
     assert_eq!(machine.source(Backend::Driver).0, Unavailable);
     let addr = "0000:03:00.0".parse().unwrap();
     let published = machine.read(Some(&[addr]));
-    assert_eq!(published.lenders[0].best().unwrap().availability, Ready);
+    assert_eq!(published.memory_devices[0].best().unwrap().availability, Ready);
     assert_eq!(published.module.as_deref(), Some("0.1.0"));
     let unknown = machine.read(None);
-    let source = unknown.lenders[0].best().unwrap();
+    let source = unknown.memory_devices[0].best().unwrap();
     assert!(
         source.availability == Possible && source.detail.contains("member of its group"),
         "{source:?}"
@@ -158,11 +158,14 @@ fn vfio_needs_a_kernel_and_an_iommu() {
 fn memory_that_a_driver_published_is_adopted_or_mapped_by_sysfs() {
     let machine = Machine::new("6.1.0");
     let folder = machine.device("0000:04:00.0", "0x010802", "nvme", &bar2(16 << 20, IORESOURCE_MEM));
-    assert!(machine.read(Some(&[])).lenders.is_empty(), "registers are no memory");
+    assert!(
+        machine.read(Some(&[])).memory_devices.is_empty(),
+        "registers are no memory"
+    );
     for (file, value) in [("size", "1048576"), ("available", "4096"), ("published", "1")] {
         machine.put(&format!("{folder}/p2pmem/{file}"), value);
     }
-    let pool = machine.read(Some(&[])).lenders[0].pool.unwrap();
+    let pool = machine.read(Some(&[])).memory_devices[0].pool.unwrap();
     assert_eq!((pool.size, pool.available, pool.published), (1 << 20, 4096, true));
     assert_eq!(
         machine.source(Backend::Sysfs),
@@ -191,7 +194,7 @@ fn memory_of_a_vendor_s_driver_is_the_vendor_s() {
     let (availability, detail) = machine.source(Backend::Driver);
     assert!(availability == Ready && detail.contains("nvidia-peermem"), "{detail}");
     assert_eq!(
-        machine.read(Some(&[])).lenders[0].best().unwrap().backend,
+        machine.read(Some(&[])).memory_devices[0].best().unwrap().backend,
         Backend::Driver
     );
 }
@@ -202,7 +205,7 @@ fn registers_of_a_nic_are_no_memory_and_its_dma_buf_support_is_known() {
     let folder = machine.device("0000:06:00.0", "0x020700", "mlx5_core", &bar2(32 << 20, MEMORY));
     machine.put(&format!("{folder}/infiniband/mlx5_0/node_type"), "1: CA");
     let inventory = machine.read(Some(&[]));
-    assert!(inventory.lenders.is_empty(), "{inventory:#?}");
+    assert!(inventory.memory_devices.is_empty(), "{inventory:#?}");
     assert_eq!(inventory.clients[0].dma_bufs, Some(DmaBufSupport::Revocable));
     assert_eq!(inventory.clients[0].device.names, ["mlx5_0"]);
 }
@@ -222,7 +225,7 @@ fn what_sysfs_garbles_is_left_out() {
     {
         machine.device(&format!("0000:0{n}:00.0"), "0x120000", "", resource);
     }
-    assert!(machine.read(Some(&[])).lenders.is_empty());
+    assert!(machine.read(Some(&[])).memory_devices.is_empty());
     assert_eq!(kernel_release("v6"), (0, 6));
     assert_eq!(kernel_release("6.19.0-rc1+deb13"), (6, 19));
     assert!(Inventory::read_in(Path::new("/nonexistent"), None).is_err());

@@ -44,7 +44,7 @@ pub struct Pool {
 /// A device with memory, and the sources from which a program can get it.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
-pub struct Lender {
+pub struct MemoryDevice {
     /// The PCI function.
     #[serde(flatten)]
     pub device: PciDevice,
@@ -56,7 +56,7 @@ pub struct Lender {
     pub sources: Vec<Source>,
 }
 
-impl Lender {
+impl MemoryDevice {
     /// The BAR that `p2pmemctl publish` selects: the largest BAR that is 64-bit and prefetchable.
     pub fn memory_bar(&self) -> Option<&Bar> {
         let candidates = self.bars.iter().filter(|bar| bar.is_memory());

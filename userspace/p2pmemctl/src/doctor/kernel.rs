@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Checks of the kernel: release, configuration, and whether it loads the module.
+//! Checks of the kernel: release, configuration, and signature policy for modules.
 
 use p2pmem::inventory::{kernel_release, Release};
 
 use super::{Check, Level};
 use crate::environment::Environment;
 
-/// The first kernel release that the module builds for.
+/// The oldest kernel release that the module supports.
 const FIRST: Release = (7, 2);
-/// The options that the module needs, and why.
+/// The options that the module needs, with the reason.
 const OPTIONS: [(&str, &str); 5] = [
     ("CONFIG_PCI_P2PDMA", "PCI peer-to-peer memory"),
     ("CONFIG_RUST", "modules in Rust"),
@@ -17,10 +17,10 @@ const OPTIONS: [(&str, &str); 5] = [
     ("CONFIG_CONFIGFS_FS", "the administrator's interface"),
     ("CONFIG_DMA_SHARED_BUFFER", "dma-bufs"),
 ];
-/// The EFI variable whose last byte is 1 while Secure Boot is on.
+/// The EFI variable whose last byte is 1 if Secure Boot is on.
 pub(super) const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
 
-/// Whether the kernel is recent enough for the module. A kernel that has loaded the module is.
+/// Checks the release. A kernel that has loaded the module passes.
 pub(super) fn release(machine: &Environment) -> Check {
     const NAME: &str = "kernel";
     let release = machine.read("proc/sys/kernel/osrelease").unwrap_or_default();
@@ -38,7 +38,7 @@ pub(super) fn release(machine: &Environment) -> Check {
     ))
 }
 
-/// Whether the kernel is built with the options that the module needs.
+/// Checks that the kernel has the options that the module needs.
 pub(super) fn config(machine: &Environment) -> Check {
     const NAME: &str = "kernel config";
     const REMEDY: &str = "boot a kernel with these options, such as Debian's from 7.2 on";
@@ -73,7 +73,7 @@ pub(super) fn config(machine: &Environment) -> Check {
             .remedy(REMEDY)
         };
     }
-    // If there is no config, the running kernel's symbols show the most important option.
+    // Without a config, the running kernel's symbols show the most important option.
     match has_symbol(machine, "pci_p2pdma_distance_many") {
         Some(true) => Check::new(NAME, Level::Ok, format!("{release} has PCI P2PDMA (by its symbols)")),
         Some(false) => Check::new(
@@ -85,12 +85,12 @@ pub(super) fn config(machine: &Environment) -> Check {
         None => Check::new(
             NAME,
             Level::Info,
-            "neither the kernel's config nor its symbols can be read here",
+            "neither the kernel's config nor its symbols are readable",
         ),
     }
 }
 
-/// Whether the kernel loads modules without a signature that it knows.
+/// Checks whether the kernel loads unsigned modules.
 pub(super) fn signatures(machine: &Environment) -> Check {
     const NAME: &str = "module signatures";
     let secure_boot = std::fs::read(machine.path(SECURE_BOOT)).is_ok_and(|value| value.last() == Some(&1));
@@ -123,12 +123,12 @@ pub(super) fn signatures(machine: &Environment) -> Check {
         format!("the kernel loads signed modules only{why}"),
     )
     .remedy(
-        "sign p2pmem.ko with a key that the machine knows: DKMS signs with its own key, which `mokutil --import \
+        "sign p2pmem.ko with a key that the machine trusts: DKMS signs with its own key, which `mokutil --import \
          /var/lib/dkms/mok.pub` enrolls at the next boot",
     )
 }
 
-/// Whether the running kernel, or a module in it, has a symbol; none where the list cannot be read.
+/// Returns whether the kernel or a loaded module has a symbol; `None` if the list of symbols is not readable.
 pub(super) fn has_symbol(machine: &Environment, symbol: &str) -> Option<bool> {
     let all = machine.read("proc/kallsyms")?;
     if all.is_empty() {

@@ -8,8 +8,8 @@ use p2pmem::{human_size, PciDevice};
 use super::{Check, Level};
 use crate::environment::Environment;
 
-/// Devices at the start of a root bus behind which the kernel (drivers/pci/p2pdma.c of 7.2) trusts the root complex
-/// with peer traffic: vendor, device, and whether only among devices of one host bridge.
+/// Devices at the start of a root bus for which the kernel (drivers/pci/p2pdma.c of 7.2) permits peer traffic through
+/// the root complex: vendor, device, and whether only between devices of one host bridge.
 const TRUSTED_HOST_BRIDGES: [(u16, u16, bool); 20] = [
     (0x8086, 0x3c00, true),
     (0x8086, 0x3c01, true),
@@ -51,13 +51,13 @@ pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check
             format!("AMD family {family:#x}: peer traffic may cross the root complex"),
         );
     }
-    // The first device of each root bus stands for its host bridge; root buses hold what no bridge of ours leads to.
+    // The first device of each root bus identifies the host bridge.
     let root = devices.iter().find(|d| d.addr.devfn == 0 && machine_root(machine, d));
     let Some(root) = root else {
         return Check::new(
             NAME,
             Level::Info,
-            "no host bridge can be seen; `p2pmemctl topo` shows the kernel's verdicts",
+            "no host bridge is visible; `p2pmemctl topo` shows the kernel's verdicts",
         );
     };
     let id = format!("{:04x}:{:04x}", root.vendor, root.device);
@@ -68,10 +68,10 @@ pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check
         Some((_, _, true)) => Check::new(
             NAME,
             Level::Ok,
-            format!("{id} is trusted with peer traffic below one host bridge"),
+            format!("{id}: the kernel permits peer traffic below one host bridge"),
         ),
-        Some(_) => Check::new(NAME, Level::Ok, format!("{id} is trusted with peer traffic")),
-        None if root.vendor == GOOGLE => Check::new(NAME, Level::Ok, format!("{id} is trusted with peer traffic")),
+        Some(_) => Check::new(NAME, Level::Ok, format!("{id}: the kernel permits peer traffic")),
+        None if root.vendor == GOOGLE => Check::new(NAME, Level::Ok, format!("{id}: the kernel permits peer traffic")),
         None => Check::new(
             NAME,
             Level::Warning,
@@ -83,7 +83,7 @@ pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check
     }
 }
 
-/// True for a device right on a root bus.
+/// Returns whether a device is directly on a root bus.
 fn machine_root(machine: &Environment, device: &PciDevice) -> bool {
     let link = machine.path("sys/bus/pci/devices").join(device.addr.to_string());
     let parent = link
@@ -108,17 +108,17 @@ pub(super) fn iommu(machine: &Environment) -> Check {
     modes.sort();
     modes.dedup();
     match modes.as_slice() {
-        [] => Check::new(NAME, Level::Ok, "none is active: devices use bus addresses"),
+        [] => Check::new(NAME, Level::Ok, "not active: devices use bus addresses"),
         [one] if one == "identity" => Check::new(NAME, Level::Ok, "passed through: devices use bus addresses"),
         modes => Check::new(
             NAME,
             Level::Warning,
             format!(
-                "it translates ({}): it sends peer traffic of devices it isolates through the root complex",
+                "DMA translation is on ({}): peer traffic of isolated devices goes through the root complex",
                 modes.join(", ")
             ),
         )
-        .remedy("for the shortest paths boot with iommu=pt, if devices need not be isolated from each other"),
+        .remedy("for the shortest paths, boot with iommu=pt if devices need no isolation from each other"),
     }
 }
 
@@ -126,16 +126,19 @@ pub(super) fn iommu(machine: &Environment) -> Check {
 /// control.
 const ACS_REDIRECT: u16 = 0x04 | 0x08 | 0x20;
 
-/// ACS control word of the PCI function whose config space this is. None: it has no ACS capability. An error: not all
-/// of the config space can be read.
+/// Returns the ACS control word in a PCI function's config space; `None` without an ACS capability.
+///
+/// # Errors
+///
+/// Only a part of the config space is readable.
 pub(super) fn acs_control(config: &[u8]) -> Result<Option<u16>, ()> {
     if config.len() < 4096 {
-        // Without privileges only 64 bytes are shown; conventional PCI has 256 in all, and no ACS.
+        // Unprivileged reads return 64 bytes. Conventional PCI has 256 bytes and no ACS.
         return if config.len() == 256 { Ok(None) } else { Err(()) };
     }
     let word = |at: usize| u16::from_le_bytes([config[at], config[at + 1]]);
     let mut at = 0x100;
-    // As many capabilities as fit: a loop in a broken device's list must not be one here.
+    // Limit the number of capabilities: the list of a broken device may be a loop.
     for _ in 0..(4096 - 0x100) / 8 {
         let (id, next) = (word(at), word(at + 2) >> 4);
         if id == 0x000d {
@@ -172,13 +175,13 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
             format!("these ports send peer traffic up to the root complex: {list}"),
         )
         .remedy(format!(
-            "where isolation is not needed boot with pci=disable_acs_redir={bridges}"
+            "if isolation is not needed, boot with pci=disable_acs_redir={bridges}"
         ))
     } else if unknown > 0 {
         Check::new(
             NAME,
             Level::Info,
-            format!("of {unknown} bridges the config space cannot be read"),
+            format!("the config space of {unknown} bridges is not readable"),
         )
         .remedy("run doctor as root")
     } else {
@@ -186,18 +189,19 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
     }
 }
 
-/// Reports devices whose BAR shows a part of the memory only, because the BAR is smaller than the device allows.
+/// Reports devices whose BAR shows only a part of the memory and could be larger.
 pub(super) fn bars(machine: &Environment) -> Check {
     const NAME: &str = "BAR sizes";
-    let lenders = Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.lenders);
-    let small: Vec<_> = lenders
+    let memory_devices =
+        Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.memory_devices);
+    let small: Vec<_> = memory_devices
         .iter()
-        .filter_map(|lender| {
-            let bar = lender.memory_bar()?;
+        .filter_map(|memory_device| {
+            let bar = memory_device.memory_bar()?;
             let most = bar.resizable_to.filter(|most| *most > bar.size)?;
             Some(format!(
                 "{} BAR {} has {}, up to {}",
-                lender.device.addr,
+                memory_device.device.addr,
                 bar.index,
                 human_size(bar.size),
                 human_size(most)
@@ -205,7 +209,7 @@ pub(super) fn bars(machine: &Environment) -> Check {
         })
         .collect();
     if small.is_empty() {
-        return Check::new(NAME, Level::Ok, "no BAR for memory is smaller than its device allows");
+        return Check::new(NAME, Level::Ok, "no memory BAR is smaller than its device allows");
     }
     Check::new(NAME, Level::Info, small.join("; ")).remedy(
         "for more memory behind a BAR, enable Resizable BAR (above 4G decoding) in the firmware, or write the size to the \

@@ -31,47 +31,50 @@ pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
     checks
 }
 
-/// Whether the RDMA core has the peer-memory interface, and what follows from it.
+/// Checks whether the RDMA core has the peer-memory interface and the module uses it.
 fn peer_memory(machine: &Environment, core: &str) -> Check {
     const NAME: &str = "RDMA peer memory";
     const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
     let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
-    let says = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    let (interface, form) = (says("interface "), says("registered_as "));
+    let value = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    let (interface, form) = (value("interface "), value("registered_as "));
     match (has_symbol(machine, "ib_register_peer_memory_client"), interface, form) {
         (_, Some(symvers), Some(form @ ("ex" | "legacy"))) if symvers != "none" => Check::new(
             NAME,
             Level::Ok,
             format!(
                 "{core} has the interface (as {symvers} had when the module was built), and the module is its client \
-                 ({form}): ibv_reg_mr() takes mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
+                 ({form}): ibv_reg_mr() accepts mapped buffers, ibv_reg_dmabuf_mr() dma-bufs"
             ),
         ),
         (_, Some(symvers), Some("persistent")) if symvers != "none" => Check::new(
             NAME,
             Level::Warning,
             format!(
-                "{core} has the interface, and the module is its client (persistent): what ibv_reg_mr() registers \
-                 cannot be revoked, and the removal of a provider waits for it"
+                "{core} has the interface, and the module is its client (persistent): regions of ibv_reg_mr() \
+                 cannot be revoked, and the removal of a provider waits for them"
             ),
         )
         .remedy("load the module with peer_memory=ex"),
         (_, Some(symvers), _) if symvers != "none" => Check::new(
             NAME,
             Level::Warning,
-            format!("the module is no client of {core}, by its parameter or as the core refused it: {DMA_BUF_ONLY}"),
+            format!(
+                "the module is no client of {core}, because of its parameter or because the core rejected it: \
+                 {DMA_BUF_ONLY}"
+            ),
         )
-        .remedy("load the module with peer_memory=ex; the kernel's log says why it is refused"),
+        .remedy("load the module with peer_memory=ex; the kernel log has the reason of a rejection"),
         (Some(true), Some(_), _) => Check::new(
             NAME,
             Level::Warning,
-            format!("{core} has the interface, which the module was built without: {DMA_BUF_ONLY}"),
+            format!("{core} has the interface, but the module was built without it: {DMA_BUF_ONLY}"),
         )
-        .remedy("build the module again where that core's Module.symvers is, or with PEER_SYMVERS=<that file>"),
+        .remedy("rebuild the module with PEER_SYMVERS=<Module.symvers of this core>"),
         (Some(true), None, _) => Check::new(
             NAME,
             Level::Info,
-            format!("{core} has the interface; whether the module is its client cannot be read here"),
+            format!("{core} has the interface; the file that shows whether the module is its client is not readable"),
         )
         .remedy("run doctor as root, with the module loaded and debugfs mounted"),
         (Some(false), ..) => Check::new(
@@ -79,11 +82,11 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
             Level::Info,
             format!("{core} does not have the interface: {DMA_BUF_ONLY}"),
         ),
-        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols cannot be read here"),
+        (None, ..) => Check::new(NAME, Level::Info, "the kernel's symbols are not readable"),
     }
 }
 
-/// Whether buffers can be registered with a NIC on a stock kernel.
+/// Checks whether buffers can be registered with a NIC on a stock kernel.
 fn dma_bufs(machine: &Environment, nic: &str) -> Check {
     const NAME: &str = "RDMA dma-buf";
     let driver = machine.path("sys/class/infiniband").join(nic).join("device/driver");
@@ -93,7 +96,7 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
         return Check::new(
             NAME,
             Level::Warning,
-            format!("{nic} is on no PCI device: the kernel's own software cannot reach other devices' memory"),
+            format!("{nic} is not a PCI device: a software driver cannot access other devices' memory"),
         )
         .remedy("use a hardware NIC for buffers");
     };
@@ -103,19 +106,17 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
             NAME,
             Level::Ok,
             found(&format!(
-                "registers dma-bufs and lets go of them on request, where its firmware has on-demand paging: \
+                "registers dma-bufs and supports revocation if its firmware has on-demand paging: \
                  `p2pmemctl selftest --provider P --nic {nic}` tries it"
             )),
         ),
-        (_, DmaBufSupport::Revocable) => Check::new(
-            NAME,
-            Level::Ok,
-            found("registers dma-bufs and lets go of them on request"),
-        ),
+        (_, DmaBufSupport::Revocable) => {
+            Check::new(NAME, Level::Ok, found("registers dma-bufs and supports revocation"))
+        }
         (_, DmaBufSupport::Pinned) => Check::new(
             NAME,
             Level::Warning,
-            found("only pins dma-bufs permanently, so that their provider could not be removed: this is refused by default"),
+            found("only pins dma-bufs, which blocks the removal of their provider: p2pmem refuses this by default"),
         )
         .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
         _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Moves as a NIC does, or something else.
+/// Copies memory as a NIC does, with or without a fault.
 struct Copy<'a> {
     mapping: &'a Mapping,
     write: Fault,
@@ -12,8 +12,8 @@ struct Copy<'a> {
 #[derive(Clone, Copy, PartialEq)]
 enum Fault {
     None,
-    /// The bytes come from elsewhere, or go there.
-    Astray,
+    /// The source or the target address is wrong.
+    WrongAddress,
     LastWord,
 }
 
@@ -23,14 +23,14 @@ impl Copy<'_> {
         self.mapping.copy_to_slice(from, &mut words)?;
         match fault {
             Fault::None => {}
-            Fault::Astray => return Ok(()),
+            Fault::WrongAddress => return Ok(()),
             Fault::LastWord => *words.last_mut().unwrap() ^= 1,
         }
         self.mapping.copy_from_slice(to, &words)
     }
 }
 
-impl Mover for Copy<'_> {
+impl RdmaAccess for Copy<'_> {
     fn write(&mut self, from: Range<usize>, to: usize) -> p2pmem::Result<()> {
         self.copy(from.start, to, from.len(), self.write)
     }
@@ -41,14 +41,14 @@ impl Mover for Copy<'_> {
 }
 
 #[test]
-fn dma_that_goes_astray_is_found() {
+fn dma_to_a_wrong_address_is_found() {
     let device = p2pmem::fake::Fake::example().device();
     let mapping = device.alloc(&Request::new(36 << 12)).unwrap().map().unwrap();
     let half = mapping.len() / 2;
     for (write, read, wrong, first) in [
         (Fault::None, Fault::None, 0, None),
-        (Fault::Astray, Fault::None, half / 8, Some(half)),
-        (Fault::None, Fault::Astray, half / 8, Some(0)),
+        (Fault::WrongAddress, Fault::None, half / 8, Some(half)),
+        (Fault::None, Fault::WrongAddress, half / 8, Some(0)),
         (Fault::LastWord, Fault::None, 2, Some(half + STEP - 8)),
         (Fault::None, Fault::LastWord, 2, Some(STEP - 8)),
     ] {
@@ -76,7 +76,7 @@ fn a_wrong_word_is_found() {
     for (name, pattern) in PATTERNS {
         assert_eq!(test(&mapping, name, pattern, &bar).unwrap().wrong_words, 0, "{name}");
     }
-    // A pattern that changes between writing and reading looks like memory that does not hold.
+    // A pattern that changes between write and read has the effect of memory that loses data.
     thread_local!(static CALLS: std::cell::Cell<u64> = const { std::cell::Cell::new(0) });
     let bad: Pattern = |i| {
         let calls = CALLS.get();
@@ -107,7 +107,7 @@ fn a_wrong_word_is_found() {
 }
 
 #[test]
-fn a_registration_tells_its_method_or_why_there_is_none() {
+fn a_registration_reports_its_method_or_its_error() {
     let buffer = p2pmem::fake::Fake::example()
         .device()
         .alloc(&Request::new(4096))

@@ -196,7 +196,7 @@ fn preload(bed: &mut Bed) -> Result<()> {
             ensure!(output.status.success(), "{tool}, the {who}: {}", text(output));
             let said = String::from_utf8_lossy(&output.stderr);
             ensure!(
-                said.contains("is a dma-buf region now") && said.contains(&nic),
+                said.contains("registered as a dma-buf, lkey") && said.contains(&nic),
                 "{tool}, the {who}, registered nothing by the shim: {}",
                 text(output)
             );
@@ -462,7 +462,7 @@ fn software_tests(nic: &str, address: &str) -> Result<()> {
     let (server, client) = run.run()?;
     for output in [&server, &client] {
         let said = text(output);
-        let why = "on rxe0: as a dma-buf region: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs";
+        let why = "on rxe0: dma-buf registration failed: not supported (EOPNOTSUPP): the NIC's driver cannot register dma-bufs";
         ensure!(!output.status.success() && said.contains(why), "{said}");
     }
     // The client does not accept host memory, and its acquire() logs nothing.

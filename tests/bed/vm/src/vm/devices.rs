@@ -147,8 +147,8 @@ impl Vm {
             value["kind"] = json!("nvme");
             // A target without bytes has an entry of 0, so that a condition on it differs from one with a wrong name.
             for by_target in ["payload", "read", "write"] {
-                let lenders = self.topology.device.iter().filter(|device| device.memory() > 0);
-                for target in lenders.map(Device::name).chain([HOST, UNKNOWN]) {
+                let memory_devices = self.topology.device.iter().filter(|device| device.memory() > 0);
+                for target in memory_devices.map(Device::name).chain([HOST, UNKNOWN]) {
                     if value[by_target].get(target).is_none() {
                         value[by_target][target] = json!(0);
                     }

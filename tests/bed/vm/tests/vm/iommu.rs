@@ -126,7 +126,7 @@ fn tools(vm: &mut Vm) -> Result<()> {
             "explain 1M --near $P2PMEM_DEV_NVME0",
             "chosen: through the host bridge to ",
         ),
-        ("doctor", "it translates ("),
+        ("doctor", "DMA translation is on ("),
     ] {
         // Other warnings of doctor do not matter here.
         let outcome = sh(vm, &format!("{ctl} {command}"))?;
@@ -239,7 +239,7 @@ fn wrong_bytes(vm: &mut Vm) -> Result<()> {
     let found = outcome.findings.is_empty()
         && matches!(outcome.status, Status::Exited { code } if code != 0)
         && said.contains("by dma-buf in ")
-        && said.contains("-> see what `p2pmemctl doctor` says of");
+        && said.contains("-> see the results of `p2pmemctl doctor` for");
     if !found {
         let text = format!("wrong bytes were not found: {}", describe(&outcome, vm));
         return Err(failure(&[&outcome], text));

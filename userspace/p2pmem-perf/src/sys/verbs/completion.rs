@@ -16,25 +16,25 @@ use rustix::io::Errno;
 
 use super::{errno, Nic};
 
-/// The completion of a work request.
+/// Completion of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Completion {
-    /// The request's own number; for a receive that of the receive.
+    /// Id of the work request.
     pub id: u64,
-    /// Why it failed.
+    /// The failure, if the work request failed.
     pub failure: Option<Failure>,
-    /// Bytes received.
+    /// Number of bytes received.
     pub bytes: u32,
-    /// The number that came with it.
+    /// The immediate data, if the message has any.
     pub immediate: Option<u32>,
 }
 
-/// The status of a work request that failed.
+/// Failure of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Failure {
     /// `enum ibv_wc_status`.
     pub status: u32,
-    /// The vendor's own code.
+    /// Code of the vendor.
     pub vendor: u32,
 }
 
@@ -42,21 +42,21 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use ffi::ibv_wc_status::*;
         let (what, remedy) = match self.status {
-            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than the receive for it"),
+            IBV_WC_LOC_LEN_ERR => ("local length error", "a message was longer than its receive"),
             IBV_WC_LOC_PROT_ERR => (
                 "local protection error",
                 "this side's memory is not registered any more: was its provider unpublished?",
             ),
-            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue was torn down"),
-            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not take such requests"),
+            IBV_WC_WR_FLUSH_ERR => ("flushed", "an earlier request failed, or the queue pair is in the error state"),
+            IBV_WC_REM_INV_REQ_ERR => ("remote invalid request", "the other side's NIC does not support the request"),
             IBV_WC_REM_ACCESS_ERR => (
                 "remote access error",
                 "the other side's memory is not registered any more: was its provider unpublished, or has the program ended?",
             ),
-            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not reach its memory"),
+            IBV_WC_REM_OP_ERR => ("remote operation error", "the other side's NIC could not access its memory"),
             IBV_WC_RETRY_EXC_ERR => (
                 "transport retry counter exceeded",
-                "the other side's NIC does not answer: is the link up, are LID and GID right, does its program still run?",
+                "the other side's NIC does not respond: is the link up, are LID and GID correct, is its program running?",
             ),
             IBV_WC_RNR_RETRY_EXC_ERR => ("receiver not ready", "the other side posts no receives"),
             _ => ("failed", "see ibv_poll_cq(3)"),
@@ -69,11 +69,11 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A completion queue with its channel.
+/// A completion queue with its completion channel.
 ///
 /// # Invariants
 ///
-/// `raw` and `channel` live until this is dropped; `raw` was made with that channel.
+/// `raw` and `channel` exist until this is dropped; `raw` uses `channel`.
 pub struct Completions {
     pub(super) raw: NonNull<ffi::ibv_cq>,
     channel: NonNull<ffi::ibv_comp_channel>,
@@ -86,14 +86,14 @@ unsafe impl Send for Completions {}
 unsafe impl Sync for Completions {}
 
 impl Completions {
-    /// Creates a queue for as many completions.
+    /// Creates a queue for `entries` completions.
     ///
     /// # Errors
     ///
-    /// EINVAL if the NIC does not support a queue of this size, ENOMEM.
+    /// EINVAL if the NIC does not support queues of this size, ENOMEM.
     pub fn new(nic: &Arc<Nic>, entries: u32) -> io::Result<Arc<Self>> {
         let entries = libc::c_int::try_from(entries).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
-        // SAFETY: by its invariant the context is open; the channel is destroyed where no queue comes of it.
+        // SAFETY: by its invariant the context is open; the channel is destroyed if the queue cannot be created.
         unsafe {
             let channel = ffi::ibv_create_comp_channel(nic.raw.as_ptr());
             let channel = NonNull::new(channel).ok_or_else(io::Error::last_os_error)?;
@@ -103,7 +103,7 @@ impl Completions {
                 ffi::ibv_destroy_comp_channel(channel.as_ptr());
                 return Err(error);
             };
-            // INVARIANT: both made just now.
+            // INVARIANT: both were created above.
             Ok(Arc::new(Self {
                 raw,
                 channel,
@@ -112,19 +112,20 @@ impl Completions {
         }
     }
 
-    /// Takes what is there, 64 completions at most.
+    /// Polls completions, at most 64.
     ///
     /// # Errors
     ///
-    /// The queue is broken.
+    /// EIO if the queue is in error.
     pub fn poll(&self, into: &mut Vec<Completion>) -> io::Result<usize> {
-        const MOST: usize = 64;
-        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MOST];
-        // SAFETY: the queue lives by the invariant; the list has as many entries as the call may fill.
-        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MOST as i32, list.as_mut_ptr().cast()) };
+        const MAX: usize = 64;
+        let mut list = [const { mem::MaybeUninit::<ffi::ibv_wc>::zeroed() }; MAX];
+        // SAFETY: the queue exists by the invariant; the list has as many entries as the call may write.
+        let count = unsafe { ffi::ibv_poll_cq(self.raw.as_ptr(), MAX as i32, list.as_mut_ptr().cast()) };
         let count = usize::try_from(count).map_err(|_| io::Error::from_raw_os_error(libc::EIO))?;
         for done in &list[..count] {
-            // SAFETY: all zeros, which it was, is a value of the structure, and ibv_poll_cq wrote the first `count` entries.
+            // SAFETY: all zeros, the initial value, is valid for the structure, and ibv_poll_cq() wrote the first
+            // `count` entries.
             let done = unsafe { &*done.as_ptr() };
             let failed = done.status != ffi::ibv_wc_status::IBV_WC_SUCCESS;
             let with_immediate = done.wc_flags & ffi::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
@@ -143,31 +144,31 @@ impl Completions {
         Ok(count)
     }
 
-    /// Has the next completion make the channel readable. Completions that came before do not: poll again afterwards.
+    /// Requests an event for the next completion. Completions before the call cause no event: poll again after it.
     ///
     /// # Errors
     ///
-    /// The queue is broken.
+    /// The queue is in error.
     pub fn arm(&self) -> io::Result<()> {
-        // SAFETY: the queue lives by the invariant.
+        // SAFETY: the queue exists by the invariant.
         errno(unsafe { ffi::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
     fn fd(&self) -> RawFd {
-        // SAFETY: the channel lives by the invariant.
+        // SAFETY: the channel exists by the invariant.
         unsafe { self.channel.as_ref() }.fd
     }
 
-    /// Waits for an armed completion, no longer than the limit. Returns whether there was one.
+    /// Waits for a requested event, at most for `limit`. Returns whether an event arrived.
     ///
     /// # Errors
     ///
     /// The completion channel failed.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
-        // SAFETY: the channel, and so its descriptor, lives as long as the borrow.
+        // SAFETY: the channel, and so its descriptor, exists for the lifetime of the borrow.
         let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
-        // A time that the kernel's type cannot hold is no limit.
+        // A duration that the kernel's type cannot represent means no limit.
         let limit = Timespec::try_from(limit).ok();
         match poll(&mut fds, limit.as_ref()) {
             Ok(0) | Err(Errno::INTR) => return Ok(false),
@@ -175,8 +176,8 @@ impl Completions {
             Err(error) => return Err(error.into()),
         }
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel lives by the invariant and has an event, as just polled; only this queue uses it. The event
-        // is acknowledged to the queue that it came from.
+        // SAFETY: the channel exists by the invariant. poll() reported an event, and only this queue uses the channel.
+        // The event is acknowledged to its queue.
         unsafe {
             errno(ffi::ibv_get_cq_event(self.channel.as_ptr(), &mut queue, &mut context))?;
             ffi::ibv_ack_cq_events(queue, 1);
@@ -187,8 +188,8 @@ impl Completions {
 
 impl Drop for Completions {
     fn drop(&mut self) {
-        // SAFETY: both live by the invariant; queue pairs hold an `Arc` of this and are gone; all events were
-        // acknowledged when they were taken. The queue goes before its channel.
+        // SAFETY: both exist by the invariant. Queue pairs hold an `Arc` of this and are already dropped. All events
+        // were acknowledged in `wait()`. The queue is destroyed before its channel.
         unsafe {
             ffi::ibv_destroy_cq(self.raw.as_ptr());
             ffi::ibv_destroy_comp_channel(self.channel.as_ptr());

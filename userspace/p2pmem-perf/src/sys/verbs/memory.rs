@@ -13,11 +13,11 @@ use rdma_mummy_sys as ffi;
 use super::{errno, Domain, ACCESS};
 use crate::sys::Span;
 
-/// Host memory that a NIC may use.
+/// Host memory that is registered with a NIC.
 ///
 /// # Invariants
 ///
-/// `raw` is registered until this is dropped, and so long `span` is mapped.
+/// `raw` is registered until this is dropped, and `span` is mapped for at least that time.
 pub struct HostMemory {
     raw: NonNull<ffi::ibv_mr>,
     span: Span,
@@ -34,14 +34,14 @@ impl HostMemory {
     ///
     /// # Errors
     ///
-    /// ENOMEM (more than `ulimit -l` allows to be pinned), EFAULT (not the kind of memory that this method takes).
+    /// ENOMEM (more than `ulimit -l` permits), EFAULT (not memory that can be pinned).
     pub fn register(domain: &Arc<Domain>, span: &Span) -> io::Result<Self> {
         let access = ACCESS as libc::c_int;
         let start = span.address() as *mut libc::c_void;
-        // SAFETY: the span is mapped, and stays so while it is registered because we keep a clone. Nobody has references
-        // into it, so that the NIC may change it.
+        // SAFETY: the span is mapped, and this object keeps a clone, so it stays mapped while it is registered. No
+        // references to the memory exist, so the NIC may change it.
         let raw = unsafe { ffi::ibv_reg_mr(domain.raw.as_ptr(), start, span.len(), access) };
-        // INVARIANT: just registered.
+        // INVARIANT: registered above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Self {
             raw,
@@ -50,26 +50,26 @@ impl HostMemory {
         })
     }
 
-    /// The memory.
+    /// Returns the memory.
     pub fn span(&self) -> &Span {
         &self.span
     }
 
-    /// Keys to it: (local, remote).
+    /// Returns (local key, remote key).
     pub fn keys(&self) -> (u32, u32) {
         // SAFETY: registered by the invariant.
         let raw = unsafe { self.raw.as_ref() };
         (raw.lkey, raw.rkey)
     }
 
-    /// Ends the registration, as dropping does, and says whether that worked.
+    /// Deregisters the memory, like a drop, and returns errors.
     ///
     /// # Errors
     ///
-    /// EBUSY.
+    /// EBUSY if memory windows are bound to the region.
     pub fn deregister(self) -> io::Result<()> {
         let this = mem::ManuallyDrop::new(self);
-        // SAFETY: registered by the invariant, and not used again; fields of `this` are read once each.
+        // SAFETY: registered by the invariant, and not used after this; each field of `this` is read once.
         unsafe {
             let ended = errno(ffi::ibv_dereg_mr(this.raw.as_ptr()));
             drop(ptr::read(&this.span));
@@ -81,27 +81,27 @@ impl HostMemory {
 
 impl Drop for HostMemory {
     fn drop(&mut self) {
-        // SAFETY: registered by the invariant. Only then, as fields are dropped later, the memory goes.
+        // SAFETY: registered by the invariant. The fields, and so the memory, are dropped after this.
         unsafe { ffi::ibv_dereg_mr(self.raw.as_ptr()) };
     }
 }
 
-/// A buffer that a NIC may use.
+/// A buffer that is registered with a NIC.
 pub struct BufferMemory {
-    // Dropped in this order: the registration before the domain it was made in.
+    // Fields are dropped in this order: the registration before its domain.
     registration: Registration,
     _domain: Arc<Domain>,
 }
 
 impl BufferMemory {
-    /// Registers all of a buffer, by whichever method the kernel offers.
+    /// Registers a whole buffer, by the method that the kernel offers.
     ///
     /// # Errors
     ///
     /// Those of [`Buffer::register`].
     pub fn register(domain: &Arc<Domain>, buffer: &Buffer) -> p2pmem::Result<Self> {
-        // SAFETY: the domain came from ibv_alloc_pd() and lives as long as this function's reference to it, and then as
-        // long as the clone in what is returned, which is dropped after the registration.
+        // SAFETY: the domain came from ibv_alloc_pd(). It lives at least as long as the clone in the returned object,
+        // which is dropped after the registration.
         let pd = unsafe { Pd::from_raw(domain.raw.cast()) }?;
         Ok(Self {
             registration: buffer.register(&pd, Access::from_bits_retain(ACCESS))?,
@@ -109,12 +109,12 @@ impl BufferMemory {
         })
     }
 
-    /// The registration.
+    /// Returns the registration.
     pub fn registration(&self) -> &Registration {
         &self.registration
     }
 
-    /// Ends the registration, as dropping does, and says whether that worked.
+    /// Deregisters the buffer, like a drop, and returns errors.
     ///
     /// # Errors
     ///

@@ -13,7 +13,7 @@ use super::completion::Completions;
 use super::{errno, Domain, ACCESS, PORT};
 use crate::wire::{Endpoint, Link};
 
-/// A range of registered memory of this side.
+/// A range of this side's registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
     /// Address, as registered.
@@ -24,19 +24,19 @@ pub struct Segment {
     pub lkey: u32,
 }
 
-/// An address in the remote side's memory.
+/// A range of the peer's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Remote {
-    /// The address that the remote side sent.
+    /// Address that the peer sent.
     pub address: u64,
-    /// Its key.
+    /// Remote key.
     pub rkey: u32,
 }
 
-/// What a work request does.
+/// Operation of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// RDMA WRITE; with a number the other side gets a completion with it.
+    /// RDMA WRITE; with immediate data, the peer gets a completion.
     Write(Remote, Option<u32>),
     /// RDMA READ.
     Read(Remote),
@@ -44,22 +44,22 @@ pub enum Work {
     Send,
 }
 
-/// A work request for the send queue. Each gets a completion.
+/// A work request for the send queue. Each is signaled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// Comes back with the completion.
+    /// Id in the completion.
     pub id: u64,
-    /// This side's memory.
+    /// Range of this side's memory.
     pub local: Segment,
-    /// What is done with it.
+    /// The operation.
     pub work: Work,
 }
 
-/// A reliable connection.
+/// A queue pair of a reliable connection.
 ///
 /// # Invariants
 ///
-/// `raw` lives until this is dropped.
+/// `raw` exists until this is dropped.
 pub struct QueuePair {
     raw: NonNull<ffi::ibv_qp>,
     domain: Arc<Domain>,
@@ -71,23 +71,23 @@ unsafe impl Send for QueuePair {}
 // SAFETY: as for `Nic`.
 unsafe impl Sync for QueuePair {}
 
-/// How often and how long a queue pair waits for acknowledgements.
+/// Retransmission parameters of a queue pair.
 #[derive(Debug, Clone, Copy)]
 pub struct Retries {
-    /// The timeout for an acknowledgement is 4.096 us * 2^this.
+    /// Timeout for an acknowledgement: 4.096 us * 2^timeout.
     pub timeout: u8,
-    /// How often a request is sent again.
+    /// Maximum number of retransmissions of a request.
     pub retries: u8,
 }
 
 impl QueuePair {
-    /// Creates a queue pair for as many outstanding sends and receives.
+    /// Creates a queue pair for these numbers of outstanding sends and receives.
     ///
     /// # Errors
     ///
     /// EINVAL or ENOMEM if the NIC does not support queues of this size.
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, sends: u32, receives: u32) -> io::Result<Self> {
-        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut init: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
         init.send_cq = completions.raw.as_ptr();
         init.recv_cq = completions.raw.as_ptr();
@@ -96,9 +96,9 @@ impl QueuePair {
         init.cap.max_recv_wr = receives;
         init.cap.max_send_sge = 1;
         init.cap.max_recv_sge = 1;
-        // SAFETY: domain and completion queue live by their invariants, and we keep them.
+        // SAFETY: domain and completion queue exist by their invariants, and this object keeps both.
         let raw = unsafe { ffi::ibv_create_qp(domain.raw.as_ptr(), &mut init) };
-        // INVARIANT: just made.
+        // INVARIANT: created above.
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Self {
             raw,
@@ -107,36 +107,36 @@ impl QueuePair {
         })
     }
 
-    /// Returns the queue pair's number.
+    /// Returns the queue pair number.
     pub fn number(&self) -> u32 {
-        // SAFETY: lives by the invariant.
+        // SAFETY: exists by the invariant.
         unsafe { self.raw.as_ref() }.qp_num
     }
 
-    /// Returns the queue of its completions.
+    /// Returns the completion queue.
     pub fn completions(&self) -> &Arc<Completions> {
         &self.completions
     }
 
-    /// Returns its protection domain.
+    /// Returns the protection domain.
     pub fn domain(&self) -> &Arc<Domain> {
         &self.domain
     }
 
     fn modify(&self, attr: &mut ffi::ibv_qp_attr, mask: &[ffi::ibv_qp_attr_mask]) -> io::Result<()> {
         let mask = mask.iter().fold(0, |all, one| all | one.0);
-        // SAFETY: lives by the invariant; the mask names the fields that were set.
+        // SAFETY: exists by the invariant; the mask names the fields that are set.
         errno(unsafe { ffi::ibv_modify_qp(self.raw.as_ptr(), attr, mask as libc::c_int) })
     }
 
-    /// Connects the queue pair to another, and makes it ready to send and receive.
+    /// Connects to the peer's queue pair. After this the queue pair can send and receive.
     ///
     /// # Errors
     ///
-    /// EINVAL where the other side's address does not fit this NIC; ETIMEDOUT on Ethernet where it cannot be resolved.
+    /// EINVAL if the peer's address does not fit this NIC; on Ethernet ETIMEDOUT if it cannot be resolved.
     pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, retries: Retries) -> io::Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
-        // SAFETY: all zeros is a value of the structure: integers and unions of them.
+        // SAFETY: all zeros is valid for the structure: integers and unions of integers.
         let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_INIT;
         attr.port_num = PORT;
@@ -181,7 +181,7 @@ impl QueuePair {
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_RTS;
         attr.timeout = retries.timeout;
         attr.retry_cnt = retries.retries;
-        // Without a limit: a receiver that is never ready shows as silence, which has its own limit.
+        // 7: no limit. If a receiver is never ready, the timeout of the waiter reports the missing completion.
         attr.rnr_retry = 7;
         attr.sq_psn = own.psn;
         attr.max_rd_atomic = own.reads.min(other.reads);
@@ -198,16 +198,16 @@ impl QueuePair {
         )
     }
 
-    /// Posts requests to the send queue, with one doorbell.
+    /// Posts requests to the send queue with one doorbell.
     ///
     /// # Errors
     ///
-    /// ENOMEM where the queue is full, EINVAL where a request is bad. The requests before the bad one are posted.
+    /// ENOMEM if the queue is full, EINVAL if a request is invalid. Requests before the failed one are posted.
     pub fn post(&self, requests: &[Request]) -> io::Result<()> {
-        let mut pieces: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
+        let mut segments: Vec<ffi::ibv_sge> = requests.iter().map(|request| sge(request.local)).collect();
         let mut list: Vec<ffi::ibv_send_wr> = Vec::with_capacity(requests.len());
         for request in requests {
-            // SAFETY: all zeros is a value of the structure: null pointers, integers and unions of them.
+            // SAFETY: all zeros is valid for the structure: null pointers, integers, and unions of integers.
             let mut wr: ffi::ibv_send_wr = unsafe { mem::zeroed() };
             wr.wr_id = request.id;
             wr.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
@@ -243,12 +243,13 @@ impl QueuePair {
         if list.is_empty() {
             return Ok(());
         }
-        let (first, piece) = (list.as_mut_ptr(), pieces.as_mut_ptr());
+        let (first, segment) = (list.as_mut_ptr(), segments.as_mut_ptr());
         for i in 0..list.len() {
-            // SAFETY: both have `list.len()` elements, and nobody else uses them until the call below returns.
+            // SAFETY: both arrays have `list.len()` elements, and nothing else accesses them until the call below
+            // returns.
             unsafe {
                 let wr = &mut *first.add(i);
-                wr.sg_list = piece.add(i);
+                wr.sg_list = segment.add(i);
                 wr.num_sge = 1;
                 if i + 1 < list.len() {
                     wr.next = first.add(i + 1);
@@ -256,23 +257,23 @@ impl QueuePair {
             }
         }
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair lives by the invariant; the list and its pieces live until the call returns, which is as
-        // long as libibverbs needs them. What they name the NIC checks, see the module's text.
+        // SAFETY: the queue pair exists by the invariant. The list and its segments live until the call returns, as
+        // libibverbs requires. The NIC checks the addresses, see the module documentation.
         errno(unsafe { ffi::ibv_post_send(self.raw.as_ptr(), first, &mut bad) })
     }
 
-    /// Posts a receive; without a piece it takes messages without bytes.
+    /// Posts a receive. Without a segment it accepts only messages without payload.
     ///
     /// # Errors
     ///
-    /// ENOMEM where the queue is full.
+    /// ENOMEM if the queue is full.
     pub fn post_receive(&self, id: u64, into: Option<Segment>) -> io::Result<()> {
-        let mut piece = into.map(sge);
-        // SAFETY: all zeros is a value of the structure: null pointers and integers.
+        let mut segment = into.map(sge);
+        // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut wr: ffi::ibv_recv_wr = unsafe { mem::zeroed() };
         wr.wr_id = id;
-        if let Some(piece) = &mut piece {
-            wr.sg_list = piece;
+        if let Some(segment) = &mut segment {
+            wr.sg_list = segment;
             wr.num_sge = 1;
         }
         let mut bad = ptr::null_mut();
@@ -291,7 +292,7 @@ fn sge(segment: Segment) -> ffi::ibv_sge {
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: lives by the invariant; nothing refers to it but completions, which are plain numbers.
+        // SAFETY: exists by the invariant; no object refers to it except completions, which are plain data.
         unsafe { ffi::ibv_destroy_qp(self.raw.as_ptr()) };
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! One NIC's part of a test: its connection, its memory, and messages through it.
+//! The part of a test that one NIC does: a queue pair, registered memory, and the messages.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 
-use crate::cli::{Kind, OwnArgs};
-use crate::memory::{Memory, Place};
-use crate::pattern::{check_target, fill_source, fill_target, Checked};
+use crate::cli::{MemoryKind, OwnArgs};
+use crate::memory::{Memory, MemoryOptions};
+use crate::pattern::{check_target, fill_source, fill_target, Comparison};
 use crate::sizes::Slots;
 use crate::stats::Times;
 use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, QueuePair, Remote, Request, Retries, Segment, Work};
@@ -19,23 +19,23 @@ use crate::sys::Span;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
 
-/// Bytes behind the slots that nobody may touch.
+/// Bytes of the guard region after the slots. No message may change the guard region.
 pub const GUARD: u64 = 4096;
-/// Bytes for the two words behind the guard.
+/// Bytes of the region after the guard region that holds the two handshake words.
 const WORDS: u64 = 4096;
-/// Bytes of a word.
+/// Bytes of a handshake word.
 const WORD: u64 = 8;
-/// Where the word is, from the words' start, that an RDMA READ of the other side's word brings.
-const LANDING: u64 = 64;
-/// Number of the request that reads the other side's word.
-const ASK: u64 = u64::MAX;
-/// An acknowledgement may take about a quarter of a second, and be missing eight times.
+/// Offset in the handshake region at which an RDMA READ places the peer's handshake word.
+const PEER_WORD: u64 = 64;
+/// Work request id of the RDMA READ of the peer's handshake word.
+const READ_WORD_ID: u64 = u64::MAX;
+/// The NIC waits about 0.27 s for an acknowledgement, and retransmits up to seven times.
 pub const RETRIES: Retries = Retries {
     timeout: 16,
     retries: 7,
 };
 
-/// Which side of a test this is.
+/// The side of a test that this process runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The client.
@@ -44,24 +44,24 @@ pub enum Role {
     Server,
 }
 
-/// Whether a side's memory is where messages go.
+/// Returns whether messages are placed in the memory of the side `role`.
 pub fn is_target(mode: Mode, role: Role) -> bool {
     (mode == Mode::Read) == (role == Role::Client)
 }
 
-/// Places for messages of a size.
+/// Returns the slots for messages of `size` bytes.
 pub fn slots(test: &Test, size: u64) -> Slots {
     Slots::new(size, test.depth.into(), test.budget)
 }
 
-/// Messages that may be in flight before the server has handled the first of them.
+/// Returns the maximum number of messages in flight that the server has not handled yet.
 fn window(test: &Test, slots: &Slots) -> u64 {
-    // Staged ones have as many slots of host memory as there are in the source.
+    // The host memory for staged messages has as many slots as the source.
     let places = if test.staged { slots.source } else { slots.target };
     u64::from(test.depth).min(places)
 }
 
-/// Bytes of memory that a side needs for its payload, guard and words included.
+/// Returns the bytes of memory that a side needs for its slots, the guard region, and the handshake region.
 pub fn payload_bytes(test: &Test, role: Role) -> u64 {
     let slots = test.sizes.iter().map(|size| slots(test, *size));
     let bytes = slots.map(|slots| {
@@ -74,7 +74,7 @@ pub fn payload_bytes(test: &Test, role: Role) -> u64 {
     bytes.max().unwrap_or(0) + GUARD + WORDS
 }
 
-/// Bytes of host memory that a side copies its payload through.
+/// Returns the bytes of host memory through which a side copies staged messages.
 pub fn bounce_bytes(test: &Test) -> u64 {
     if !test.staged {
         return 0;
@@ -83,9 +83,9 @@ pub fn bounce_bytes(test: &Test) -> u64 {
     bytes.max().unwrap_or(0)
 }
 
-/// One NIC's part.
-pub struct Lane {
-    // Dropped in this order: the queue before the memory it works on.
+/// Queue pair, memory, and test parameters of one NIC.
+pub struct NicSession {
+    // Fields are dropped in this order: the queue pair before the memory that it uses.
     queue: QueuePair,
     memory: Memory,
     bounce: Option<Memory>,
@@ -98,42 +98,42 @@ pub struct Lane {
     seed: u64,
 }
 
-impl Lane {
-    /// Opens the NIC, gets memory near it, and makes a queue pair.
+impl NicSession {
+    /// Allocates memory near the NIC, registers the memory, and creates a queue pair.
     ///
     /// # Errors
     ///
-    /// Whatever of it is not possible, with what to do.
+    /// The NIC is too small for the test, or the memory is not available. The message says what to do.
     pub fn new(nic: Arc<Nic>, index: usize, test: &Test, role: Role, own: &OwnArgs) -> Result<Self> {
         let name = nic.name().to_owned();
         let limits = limits(&nic)?;
-        // With one request that asks for the other side's word, and with receives.
+        // The send queue also holds the RDMA READ of the peer's handshake word; the receive queue has the same size.
         let most = test.depth + 2;
         ensure!(
             most <= limits.queue,
-            "{name} has queues of {} requests at most: set --depth to {} or less",
+            "{name} supports at most {} requests in a queue: set --depth to {} or less",
             limits.queue,
             limits.queue.saturating_sub(2)
         );
-        let domain = Domain::new(nic.clone()).context("making a protection domain")?;
-        let completions = Completions::new(&nic, 2 * most).context("making a completion queue")?;
+        let domain = Domain::new(nic.clone()).context("creating a protection domain")?;
+        let completions = Completions::new(&nic, 2 * most).context("creating a completion queue")?;
         let queue = QueuePair::new(&domain, &completions, most, most)
-            .with_context(|| format!("making a queue pair on {name} for {most} requests: try a smaller --depth"))?;
-        let place = Place {
+            .with_context(|| format!("creating a queue pair on {name} for {most} requests: use a smaller --depth"))?;
+        let options = MemoryOptions {
             kind: own.memory,
             provider: own.provider.as_deref(),
             device: &own.device,
         };
         let bytes = payload_bytes(test, role);
-        let memory = Memory::new(place, &domain, bytes)?;
+        let memory = Memory::new(options, &domain, bytes)?;
         let bounce = match bounce_bytes(test) {
             0 => None,
             bytes => {
-                let kind = Kind::Cpu;
-                Some(Memory::new(Place { kind, ..place }, &domain, bytes)?)
+                let kind = MemoryKind::Cpu;
+                Some(Memory::new(MemoryOptions { kind, ..options }, &domain, bytes)?)
             }
         };
-        // The other side may reach what it is to reach, and no more: when staged, only the host memory.
+        // The peer gets access to the memory that messages use, and to nothing else: to the host memory if staged.
         let reached = bounce.as_ref().unwrap_or(&memory);
         let payload = if test.staged {
             reached.window(0, bounce_bytes(test))
@@ -155,31 +155,31 @@ impl Lane {
         })
     }
 
-    /// What the other side needs to know.
+    /// Returns the endpoint to send to the peer.
     pub fn endpoint(&self) -> &Endpoint {
         &self.own
     }
 
-    /// Its memory.
+    /// Returns the registered memory.
     pub fn memory(&self) -> &Memory {
         &self.memory
     }
 
-    /// Its NIC.
+    /// Returns the NIC.
     pub fn nic(&self) -> &Nic {
         &self.nic
     }
 
-    /// Connects to the other side's queue pair.
+    /// Connects the queue pair to the peer's queue pair.
     ///
     /// # Errors
     ///
-    /// The two do not fit, or the NIC refuses.
+    /// The two NICs have different link layers, or the NIC rejects the address.
     pub fn connect(&mut self, other: Endpoint) -> Result<()> {
         let name = self.nic.name();
         ensure!(
             self.own.link == other.link,
-            "{name} is on {:?}, {} of the other side on {:?}: choose NICs that reach each other (--nic)",
+            "{name} is on {:?}, but {} of the other side is on {:?}: select NICs on the same network (--nic)",
             self.own.link,
             other.nic,
             other.link
@@ -188,7 +188,7 @@ impl Lane {
             .connect(&self.own, self.gid_index, &other, RETRIES)
             .with_context(|| {
                 format!(
-                    "connecting {name} to {} of the other side: on Ethernet both need GIDs that reach each other (--gid-index)",
+                    "connecting {name} to {} of the other side: on Ethernet, select GIDs on the same network (--gid-index)",
                     other.nic
                 )
             })?;
@@ -204,11 +204,11 @@ impl Lane {
         self.seed ^ size.rotate_left(32)
     }
 
-    /// Makes the memory ready for messages of a size, and posts the first receives.
+    /// Fills the memory for messages of `size` bytes, and posts the first receives.
     ///
     /// # Errors
     ///
-    /// The queue is full.
+    /// ENOMEM if the receive queue is full.
     pub fn prepare(&self, size: u64) -> Result<()> {
         let (slots, span) = (slots(&self.test, size), self.memory.span());
         if self.test.verify {
@@ -229,19 +229,20 @@ impl Lane {
         Ok(())
     }
 
-    /// First byte of the words: the one that counts handled messages, and the one that the other side's comes to.
+    /// Returns the offset of the handshake region. Its first word counts handled messages; an RDMA READ places the
+    /// peer's word at offset `PEER_WORD` of the region.
     fn handled_at(&self) -> u64 {
         payload_bytes(&self.test, self.role) - WORDS
     }
 
-    /// Whether messages take receives of the server.
+    /// Returns whether each message consumes a receive of the server.
     fn takes_receives(&self) -> bool {
-        self.test.is_handed_over() || self.test.mode == Mode::Send
+        self.test.has_handshake() || self.test.mode == Mode::Send
     }
 
-    /// Receives that are posted at once.
+    /// Returns the number of receives to post before the first message.
     fn receives(&self, slots: &Slots) -> u64 {
-        if self.test.is_handed_over() {
+        if self.test.has_handshake() {
             window(&self.test, slots)
         } else {
             u64::from(self.test.depth).min(slots.target)
@@ -249,7 +250,7 @@ impl Lane {
     }
 
     fn post_receive(&self, slots: &Slots, message: u64) -> Result<()> {
-        let into = (self.test.mode == Mode::Send).then(|| self.memory.piece(slots.target_at(message), slots.size));
+        let into = (self.test.mode == Mode::Send).then(|| self.memory.segment(slots.target_at(message), slots.size));
         self.queue
             .post_receive(message, into)
             .with_context(|| format!("posting the receive for message {message}"))
@@ -259,12 +260,13 @@ impl Lane {
         Waiter::new(self.queue.completions().clone(), own.events, own.timeout, stop.clone())
     }
 
-    /// The server's part while messages of a size arrive. Does nothing if the server does not notice messages; otherwise
-    /// takes each message, copies it if the test requests that, and reports that it is handled. Returns the bytes copied.
+    /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
+    /// receives. Otherwise waits for each message, copies staged messages, and counts handled messages in the handshake
+    /// word. Returns the number of bytes copied.
     ///
     /// # Errors
     ///
-    /// Messages do not arrive, or are not the expected ones.
+    /// A message does not arrive within the limit, or is not the expected one.
     pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<u64> {
         if !self.takes_receives() {
             return Ok(0);
@@ -277,18 +279,18 @@ impl Lane {
         while came < messages {
             waiter.next(&mut completions, &|| format!("message {came} of {messages}"))?;
             for done in &completions {
-                if self.test.is_handed_over() {
+                if self.test.has_handshake() {
                     // The low 32 bits are enough to distinguish a message from its neighbours.
                     ensure!(
                         done.immediate == Some(came as u32),
-                        "message {came} came with the number {:?}",
+                        "expected message {came}, received a message with immediate data {:?}",
                         done.immediate
                     );
-                    copied += self.land(&slots, came);
+                    copied += self.copy_staged(&slots, came);
                 } else {
                     ensure!(
                         u64::from(done.bytes) == size && done.id == came,
-                        "message {came} has {} bytes and came in receive {}",
+                        "message {came} has {} bytes and consumed receive {}",
                         done.bytes,
                         done.id
                     );
@@ -299,9 +301,9 @@ impl Lane {
                     posted += 1;
                 }
             }
-            if self.test.is_handed_over() {
+            if self.test.has_handshake() {
                 let span = self.memory.span();
-                // What was copied is there before the other side hears of it.
+                // Copied bytes are visible before the client reads the handshake word.
                 span.flush();
                 span.write(self.handled_at() as usize, &came.to_le_bytes());
                 span.flush();
@@ -310,8 +312,8 @@ impl Lane {
         Ok(copied)
     }
 
-    /// Copies a staged message to where it belongs.
-    fn land(&self, slots: &Slots, message: u64) -> u64 {
+    /// Copies a staged message from host memory to its target slot. Returns the number of bytes copied.
+    fn copy_staged(&self, slots: &Slots, message: u64) -> u64 {
         let Some(bounce) = &self.bounce else { return 0 };
         let to = slots.target_at(message) as usize;
         bounce.span().copy_to(
@@ -323,8 +325,9 @@ impl Lane {
         slots.size
     }
 
-    /// Compares the target's bytes with what they must be.
-    pub fn check(&self, size: u64) -> Option<Checked> {
+    /// Compares the target's bytes with the expected bytes. Returns `None` if this side is not the target, or the test
+    /// does not request a comparison.
+    pub fn check(&self, size: u64) -> Option<Comparison> {
         (self.test.verify && self.is_target()).then(|| {
             let slots = slots(&self.test, size);
             let messages = self.test.messages(size);
@@ -332,12 +335,12 @@ impl Lane {
         })
     }
 
-    /// The client's part: moves all messages of a size. Times count from `start`; `progress` counts messages.
-    /// Returns the times, and the bytes copied.
+    /// Runs the client's part of the test for messages of `size` bytes. Times count from `start`; `progress` counts
+    /// messages. Returns the times, and the number of bytes copied.
     ///
     /// # Errors
     ///
-    /// A message fails, or is not done in time.
+    /// A message fails, or does not complete within the limit.
     pub fn run(
         &self,
         size: u64,
@@ -350,7 +353,7 @@ impl Lane {
         let slots = slots(&self.test, size);
         let messages = self.test.messages(size);
         let run = Run {
-            lane: self,
+            session: self,
             waiter: self.waiter(own, stop),
             other,
             slots,
@@ -360,17 +363,17 @@ impl Lane {
             times: Times::with_capacity(usize::try_from(messages)?),
             requests: Vec::new(),
         };
-        if self.test.is_handed_over() {
-            run.handed_over(window(&self.test, &slots))
+        if self.test.has_handshake() {
+            run.with_handshake(window(&self.test, &slots))
         } else {
-            run.one_sided()
+            run.without_handshake()
         }
     }
 }
 
-/// The client's messages of one size.
+/// State of the client during the messages of one size.
 struct Run<'a> {
-    lane: &'a Lane,
+    session: &'a NicSession,
     waiter: Waiter,
     other: &'a Endpoint,
     slots: Slots,
@@ -386,7 +389,7 @@ impl Run<'_> {
         self.start.elapsed()
     }
 
-    /// `bytes` of the other side's memory.
+    /// Returns the address and key of `bytes` of the peer's memory at offset `at`.
     fn remote(&self, window: &Window, at: u64, bytes: u64) -> Result<Remote> {
         Ok(Remote {
             address: window.at(at, bytes)?,
@@ -394,10 +397,10 @@ impl Run<'_> {
         })
     }
 
-    /// Posts what was collected.
+    /// Posts the collected requests.
     fn post(&mut self) -> Result<()> {
         let count = self.requests.len();
-        self.lane
+        self.session
             .queue
             .post(&self.requests)
             .with_context(|| format!("posting {count} requests"))?;
@@ -405,9 +408,9 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Messages that are done when the NIC says so.
-    fn one_sided(mut self) -> Result<(Times, u64)> {
-        let depth = u64::from(self.lane.test.depth);
+    /// Runs messages that are done when their completion arrives.
+    fn without_handshake(mut self) -> Result<(Times, u64)> {
+        let depth = u64::from(self.session.test.depth);
         let (mut posted, mut done) = (0, 0);
         let mut completions = Vec::new();
         while done < self.messages {
@@ -424,7 +427,7 @@ impl Run<'_> {
             for completion in &completions {
                 ensure!(
                     completion.id == done && done < posted,
-                    "completion {} came in place of {done}",
+                    "expected the completion of request {done}, received that of {}",
                     completion.id
                 );
                 self.times.done.push(now);
@@ -435,21 +438,21 @@ impl Run<'_> {
         Ok((self.times, 0))
     }
 
-    /// A message that no one hands over.
+    /// Returns the request for a message without handshake.
     fn message(&self, message: u64) -> Result<Request> {
         let (size, slots) = (self.slots.size, &self.slots);
         let (source, target) = (slots.source_at(message), slots.target_at(message));
-        let memory = &self.lane.memory;
-        let (local, work) = match self.lane.test.mode {
+        let memory = &self.session.memory;
+        let (local, work) = match self.session.test.mode {
             Mode::Write => {
                 let to = self.remote(&self.other.payload, target, size)?;
-                (memory.piece(source, size), Work::Write(to, None))
+                (memory.segment(source, size), Work::Write(to, None))
             }
             Mode::Read => {
                 let from = self.remote(&self.other.payload, source, size)?;
-                (memory.piece(target, size), Work::Read(from))
+                (memory.segment(target, size), Work::Read(from))
             }
-            Mode::Send => (memory.piece(source, size), Work::Send),
+            Mode::Send => (memory.segment(source, size), Work::Send),
         };
         Ok(Request {
             id: message,
@@ -458,16 +461,16 @@ impl Run<'_> {
         })
     }
 
-    /// Writes that are complete when the server has handled them: an RDMA READ of the server's word reports that.
-    fn handed_over(mut self, window: u64) -> Result<(Times, u64)> {
-        let lane = self.lane;
+    /// Runs writes with handshake: a message is done when an RDMA READ of the server's handshake word says so.
+    fn with_handshake(mut self, window: u64) -> Result<(Times, u64)> {
+        let session = self.session;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
-        let mut asking = false;
+        let mut reading = false;
         let mut completions = Vec::new();
-        let landing = lane.handled_at() + LANDING;
-        let ask = Request {
-            id: ASK,
-            local: lane.memory.piece(landing, WORD),
+        let peer_word = session.handled_at() + PEER_WORD;
+        let read_word = Request {
+            id: READ_WORD_ID,
+            local: session.memory.segment(peer_word, WORD),
             work: Work::Read(self.remote(&self.other.handled, 0, WORD)?),
         };
         while handled < self.messages {
@@ -476,25 +479,27 @@ impl Run<'_> {
                 let request = self.write(posted, &mut copied)?;
                 self.requests.push(request);
                 posted += 1;
-                if lane.test.staged {
-                    // The NIC works while the processor copies the next.
+                if session.test.staged {
+                    // Posts each copied message immediately: the NIC transmits while the processor copies the next
+                    // message.
                     self.post()?;
                 }
             }
-            if !asking && handled < posted && (posted - handled == window || posted == self.messages) {
-                self.requests.push(ask);
-                asking = true;
+            if !reading && handled < posted && (posted - handled == window || posted == self.messages) {
+                self.requests.push(read_word);
+                reading = true;
             }
             self.post()?;
             self.waiter
                 .next(&mut completions, &|| format!("message {written} of {}", self.messages))?;
             for completion in &completions {
-                if completion.id == ASK {
-                    asking = false;
-                    let now_handled = word(lane.memory.span(), landing);
+                if completion.id == READ_WORD_ID {
+                    reading = false;
+                    let now_handled = word(session.memory.span(), peer_word);
                     ensure!(
                         (handled..=written).contains(&now_handled),
-                        "the other side says that {now_handled} messages are handled, after {handled}, of {written} written"
+                        "the other side reports {now_handled} handled messages: at least {handled} and at most {written} \
+                         are possible"
                     );
                     let now = self.now();
                     self.times.done.extend((handled..now_handled).map(|_| now));
@@ -502,7 +507,10 @@ impl Run<'_> {
                 } else if completion.id == written {
                     written += 1;
                 } else {
-                    bail!("completion {} came in place of {written}", completion.id);
+                    bail!(
+                        "expected the completion of request {written}, received that of {}",
+                        completion.id
+                    );
                 }
             }
             self.progress.store(handled, Ordering::Relaxed);
@@ -510,19 +518,22 @@ impl Run<'_> {
         Ok((self.times, copied))
     }
 
-    /// A write with its number, from host memory where it is staged.
+    /// Returns the request for a write with handshake; copies the payload to host memory first if the test is staged.
     fn write(&self, message: u64, copied: &mut u64) -> Result<Request> {
-        let (lane, size) = (self.lane, self.slots.size);
+        let (session, size) = (self.session, self.slots.size);
         let source = self.slots.source_at(message);
-        let (local, at): (Segment, u64) = match &lane.bounce {
+        let (local, at): (Segment, u64) = match &session.bounce {
             Some(bounce) => {
-                let place = source as usize;
-                lane.memory.span().copy_to(place, bounce.span(), place, size as usize);
+                let offset = source as usize;
+                session
+                    .memory
+                    .span()
+                    .copy_to(offset, bounce.span(), offset, size as usize);
                 bounce.span().flush();
                 *copied += size;
-                (bounce.piece(source, size), source)
+                (bounce.segment(source, size), source)
             }
-            None => (lane.memory.piece(source, size), self.slots.target_at(message)),
+            None => (session.memory.segment(source, size), self.slots.target_at(message)),
         };
         let to = self.remote(&self.other.payload, at, size)?;
         Ok(Request {
@@ -534,7 +545,7 @@ impl Run<'_> {
     }
 }
 
-/// A word of memory.
+/// Reads a handshake word.
 fn word(span: &Span, at: u64) -> u64 {
     let mut word = [0; WORD as usize];
     span.read(at as usize, &mut word);
@@ -543,24 +554,24 @@ fn word(span: &Span, at: u64) -> u64 {
 
 fn limits(nic: &Nic) -> Result<Limits> {
     nic.limits()
-        .with_context(|| format!("asking {} for its limits", nic.name()))
+        .with_context(|| format!("querying the limits of {}", nic.name()))
 }
 
-/// What the other side needs to know of a queue pair and its memory.
+/// Returns the endpoint that the peer needs: address, queue pair number, and memory.
 ///
 /// # Errors
 ///
-/// The NIC's port is not active, or has no such GID.
+/// The NIC's port is not active, or has no GID at this index.
 pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window, handled: Window) -> Result<Endpoint> {
     let name = nic.name();
-    let port = nic.port().with_context(|| format!("asking {name} for its port"))?;
+    let port = nic.port().with_context(|| format!("querying the port of {name}"))?;
     ensure!(
         port.is_active,
-        "the port of {name} is not active: see `ibv_devinfo -d {name}`, and whether the link is up"
+        "the port of {name} is not active: check the link; see `ibv_devinfo -d {name}`"
     );
     let gid = nic.gid(own.gid_index).with_context(|| {
         format!(
-            "{name} has no GID {}: see `ibv_devinfo -v`, and set --gid-index",
+            "{name} has no GID at index {}: see `ibv_devinfo -v`, and set --gid-index",
             own.gid_index
         )
     })?;
@@ -571,7 +582,7 @@ pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window
         lid: port.lid,
         gid,
         qpn: queue.number(),
-        // Any will do, if only it differs from run to run.
+        // The PSN only needs to differ from run to run.
         psn: (std::process::id() ^ (queue.number() << 8)) & 0xff_ffff,
         mtu: port.mtu,
         reads: limits.reads_answered.min(limits.reads_asked).max(1),
@@ -580,25 +591,25 @@ pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window
     })
 }
 
-/// Opens the NICs of those names; without names, the first with an active port.
+/// Opens the named NICs; without names, the first NIC with an active port.
 ///
 /// # Errors
 ///
-/// There is no such NIC; with the names of those there are.
+/// A NIC does not exist; the message lists the existing ones.
 pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
     let all = verbs::nics().map_err(|error| match error.raw_os_error() {
         Some(libc::EOPNOTSUPP) => {
             anyhow::anyhow!("libibverbs is not installed (Debian: apt-get install libibverbs1 ibverbs-providers)")
         }
-        _ => anyhow::Error::new(error).context("looking for NICs: is the module ib_uverbs loaded?"),
+        _ => anyhow::Error::new(error).context("listing NICs: is the module ib_uverbs loaded?"),
     })?;
     ensure!(
         !all.is_empty(),
-        "this machine has no RDMA NIC with a driver: see `rdma link`, and whether modules such as mlx5_ib are loaded"
+        "no RDMA NIC has a driver: load the driver's module, such as mlx5_ib, and see `rdma link`"
     );
     let open = |name: &String| {
-        let nic =
-            verbs::Nic::open(name).with_context(|| format!("opening {name}: may this user open /dev/infiniband?"))?;
+        let nic = verbs::Nic::open(name)
+            .with_context(|| format!("opening {name}: does this user have access to /dev/infiniband?"))?;
         nic.with_context(|| format!("there is no NIC {name}; this machine has {}", all.join(", ")))
     };
     if !names.is_empty() {
@@ -610,7 +621,10 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
             return Ok(vec![nic]);
         }
     }
-    bail!("no NIC of {} has an active port: see `rdma link`", all.join(", "))
+    bail!(
+        "none of the NICs {} has an active port: see `rdma link`",
+        all.join(", ")
+    )
 }
 
 /// Returns the bytes of this side's memory that a test needs for each NIC.
@@ -618,17 +632,17 @@ pub fn needs(test: &Test, role: Role) -> u64 {
     payload_bytes(test, role) + bounce_bytes(test)
 }
 
-/// Describes the memory of a lane in one message.
-pub fn describe(lane: &Lane) -> String {
-    let memory = lane.memory();
+/// Returns a one-line description of the memory.
+pub fn describe(session: &NicSession) -> String {
+    let memory = session.memory();
     let size = human_size(memory.span().len() as u64);
     match memory.provider() {
         Some(provider) => format!(
             "{size} of {} near {}, by {}",
             provider.addr,
-            lane.nic().name(),
+            session.nic().name(),
             memory.method()
         ),
-        None => format!("{size} of host memory for {}", lane.nic().name()),
+        None => format!("{size} of host memory for {}", session.nic().name()),
     }
 }
