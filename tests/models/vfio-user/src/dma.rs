@@ -10,9 +10,11 @@
 //! only after the reply.
 
 mod connection;
+mod counters;
 mod table;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,22 +24,14 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::io::Errno;
 
-use crate::memory::{Memory, OutOfBounds};
+use crate::memory::OutOfBounds;
 use crate::peers::{self, Peers};
 use crate::proto;
 use crate::sys::SharedMapping;
+use counters::Counters;
+pub use counters::{DmaCounts, HOST, MESSAGE, Moved, OTHER_MAPPED};
 pub(crate) use table::MAX_MAPS;
 use table::{DmaTable, MappedFile, last_address};
-
-/// Maximum number of bytes that are copied under one lock of the DMA table. Limits how long an unmapping waits.
-const COPY_CHUNK: u64 = 1 << 20;
-
-/// Key of guest memory in [`Dma::by_target`].
-pub const HOST: &str = "host";
-/// Key in [`Dma::by_target`] of memory with a file descriptor that is neither guest memory nor a peer in [`Peers`].
-pub const OTHER_MAPPED: &str = "mapped";
-/// Key in [`Dma::by_target`] of all accesses by message.
-pub const MESSAGE: &str = "message";
 
 /// A range of bus addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,32 +99,7 @@ pub enum DmaError {
     Local(#[from] OutOfBounds),
 }
 
-/// Bytes transferred, by target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DmaCounts {
-    /// Read from guest memory.
-    pub host_read: u64,
-    /// Written to guest memory.
-    pub host_written: u64,
-    /// Read from memory of peers that is mapped in this process.
-    pub peer_read: u64,
-    /// Written to memory of peers that is mapped in this process.
-    pub peer_written: u64,
-    /// Read by messages.
-    pub message_read: u64,
-    /// Written by messages.
-    pub message_written: u64,
-}
-
-/// Bytes transferred from and to one target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
-    /// Read from the target.
-    pub read: u64,
-    /// Written to the target.
-    pub written: u64,
-}
-
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     /// From the bus to the device.
@@ -139,28 +108,6 @@ enum Direction {
     Write,
     /// Atomic read and write.
     Update,
-}
-
-/// Bytes transferred from and to one peer.
-#[derive(Debug)]
-struct PeerCounters {
-    name: Arc<str>,
-    read: AtomicU64,
-    written: AtomicU64,
-}
-
-/// Bytes transferred, by target.
-#[derive(Debug, Default)]
-struct Counters {
-    host_read: AtomicU64,
-    host_written: AtomicU64,
-    /// All peers together, with and without a name.
-    peer_read: AtomicU64,
-    peer_written: AtomicU64,
-    message_read: AtomicU64,
-    message_written: AtomicU64,
-    /// Peers that have a name. Their bytes are in `peer_read` and `peer_written` too.
-    by_peer: RwLock<Vec<PeerCounters>>,
 }
 
 #[derive(Debug, Default)]
@@ -184,12 +131,6 @@ pub struct Dma {
     abort_epoch: Option<u64>,
     /// If set, counters of this handle and its clones, in addition to the total.
     own_counters: Option<Arc<Counters>>,
-}
-
-/// Location of a part of a transfer on the bus side.
-enum Chunk<'a> {
-    Mapped { mapping: &'a SharedMapping, offset: u64 },
-    Message { address: u64 },
 }
 
 /// The DMA table and the peer table, locked for reading so that no memory is unmapped or moved during a copy.
@@ -251,98 +192,6 @@ impl LockedTables<'_> {
     }
 }
 
-impl Counters {
-    fn counts(&self) -> DmaCounts {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        DmaCounts {
-            host_read: get(&self.host_read),
-            host_written: get(&self.host_written),
-            peer_read: get(&self.peer_read),
-            peer_written: get(&self.peer_written),
-            message_read: get(&self.message_read),
-            message_written: get(&self.message_written),
-        }
-    }
-
-    fn by_target(&self) -> BTreeMap<String, Moved> {
-        let by_peer = self.by_peer.read().unwrap_or_else(PoisonError::into_inner);
-        let mut all = BTreeMap::new();
-        let mut peers_total = Moved::default();
-        for peer in by_peer.iter() {
-            let moved = Moved {
-                read: peer.read.load(Ordering::Relaxed),
-                written: peer.written.load(Ordering::Relaxed),
-            };
-            peers_total.read += moved.read;
-            peers_total.written += moved.written;
-            all.insert(peer.name.to_string(), moved);
-        }
-        drop(by_peer);
-        let counts = self.counts();
-        let mut insert = |name: &str, read, written| all.insert(name.to_owned(), Moved { read, written });
-        insert(HOST, counts.host_read, counts.host_written);
-        insert(MESSAGE, counts.message_read, counts.message_written);
-        // The named peers are read before the sum, so the sum is at least as large.
-        insert(
-            OTHER_MAPPED,
-            counts.peer_read.saturating_sub(peers_total.read),
-            counts.peer_written.saturating_sub(peers_total.written),
-        );
-        all
-    }
-
-    fn reset(&self) {
-        self.by_peer.write().unwrap_or_else(PoisonError::into_inner).clear();
-        for counter in [
-            &self.host_read,
-            &self.host_written,
-            &self.peer_read,
-            &self.peer_written,
-            &self.message_read,
-            &self.message_written,
-        ] {
-            counter.store(0, Ordering::Relaxed);
-        }
-    }
-
-    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
-        let (read, written) = match target {
-            Target::Host => (&self.host_read, &self.host_written),
-            Target::Peer => (&self.peer_read, &self.peer_written),
-            Target::Message => (&self.message_read, &self.message_written),
-        };
-        let add = |read: &AtomicU64, written: &AtomicU64| {
-            if direction != Direction::Write {
-                read.fetch_add(bytes, Ordering::Relaxed);
-            }
-            if direction != Direction::Read {
-                written.fetch_add(bytes, Ordering::Relaxed);
-            }
-        };
-        add(read, written);
-        let Some(name) = name else { return };
-        let find = |peers: &[PeerCounters]| match peers.iter().find(|peer| peer.name == *name) {
-            Some(peer) => {
-                add(&peer.read, &peer.written);
-                true
-            }
-            None => false,
-        };
-        if find(&self.by_peer.read().unwrap_or_else(PoisonError::into_inner)) {
-            return;
-        }
-        let mut by_peer = self.by_peer.write().unwrap_or_else(PoisonError::into_inner);
-        if !find(&by_peer) {
-            by_peer.push(PeerCounters {
-                name: Arc::clone(name),
-                read: AtomicU64::new(0),
-                written: AtomicU64::new(0),
-            });
-            find(&by_peer);
-        }
-    }
-}
-
 impl Dma {
     pub(crate) fn new(peers: Option<Peers>) -> Self {
         Self {
@@ -393,8 +242,8 @@ impl Dma {
         }
     }
 
-    /// Returns a handle with counters of its own that start at 0, for one of several kinds of transfers that run concurrently.
-    /// Its transfers count in the total too.
+    /// Returns a handle with counters of its own that start at 0, for one of several kinds of transfers that run
+    /// concurrently. Its transfers count in the total too.
     pub fn tallied(&self) -> Self {
         Self {
             own_counters: Some(Arc::default()),
@@ -438,244 +287,6 @@ impl Dma {
             done += run;
         }
         Ok(segments)
-    }
-
-    /// Reads from the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn read(&self, address: u64, data: &mut [u8]) -> Result<(), DmaError> {
-        let len = data.len() as u64;
-        self.read_extents(&[Extent { address, len }], data)
-    }
-
-    /// Writes to the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn write(&self, address: u64, data: &[u8]) -> Result<(), DmaError> {
-        let len = data.len() as u64;
-        self.write_extents(&[Extent { address, len }], data)
-    }
-
-    /// Reads ranges one after another, `data.len()` bytes in total.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Local`] if the total length of the ranges is not that of `data`.
-    pub fn read_extents(&self, extents: &[Extent], data: &mut [u8]) -> Result<(), DmaError> {
-        check_total(extents, data.len() as u64)?;
-        self.transfer(extents, Direction::Read, |at, len, chunk| {
-            // No truncation: both lie within `data`.
-            let data = &mut data[at as usize..][..len as usize];
-            match chunk {
-                Chunk::Mapped { mapping, offset } => Ok(mapping.read(offset, data)?),
-                Chunk::Message { address } => self.message_read(address, data),
-            }
-        })
-    }
-
-    /// Reads ranges one after another and appends their bytes to `out`. On an error, `out` has the bytes that were read
-    /// before.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn append_extents(&self, extents: &[Extent], out: &mut Vec<u8>) -> Result<(), DmaError> {
-        self.transfer(extents, Direction::Read, |_, len, chunk| match chunk {
-            // No truncation: a chunk has at most `COPY_CHUNK` bytes.
-            Chunk::Mapped { mapping, offset } => Ok(mapping.append(offset, len as usize, out)?),
-            Chunk::Message { address } => {
-                let start = out.len();
-                out.resize(start + len as usize, 0);
-                let result = self.message_read(address, &mut out[start..]);
-                if result.is_err() {
-                    out.truncate(start);
-                }
-                result
-            }
-        })
-    }
-
-    /// Writes ranges one after another, `data.len()` bytes in total.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Local`] if the total length of the ranges is not that of `data`.
-    pub fn write_extents(&self, extents: &[Extent], data: &[u8]) -> Result<(), DmaError> {
-        check_total(extents, data.len() as u64)?;
-        self.transfer(extents, Direction::Write, |at, len, chunk| {
-            // No truncation: both lie within `data`.
-            let data = &data[at as usize..][..len as usize];
-            match chunk {
-                Chunk::Mapped { mapping, offset } => Ok(mapping.write(offset, data)?),
-                Chunk::Message { address } => self.message_write(address, data),
-            }
-        })
-    }
-
-    /// Reads `len` bytes from the bus into `memory` at `offset`.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn read_into(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
-        check_local(memory, offset, len)?;
-        let mut buffer = Vec::new();
-        self.transfer(
-            &[Extent { address, len }],
-            Direction::Read,
-            |at, len, chunk| match chunk {
-                Chunk::Mapped { mapping, offset: from } => {
-                    Ok(SharedMapping::copy(mapping, from, memory.mapping(), offset + at, len)?)
-                }
-                Chunk::Message { address } => {
-                    buffer.resize(len as usize, 0);
-                    self.message_read(address, &mut buffer)?;
-                    Ok(memory.write(offset + at, &buffer)?)
-                }
-            },
-        )
-    }
-
-    /// Writes `len` bytes of `memory` at `offset` to the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn write_from(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
-        check_local(memory, offset, len)?;
-        let mut buffer = Vec::new();
-        self.transfer(
-            &[Extent { address, len }],
-            Direction::Write,
-            |at, len, chunk| match chunk {
-                Chunk::Mapped { mapping, offset: to } => {
-                    Ok(SharedMapping::copy(memory.mapping(), offset + at, mapping, to, len)?)
-                }
-                Chunk::Message { address } => {
-                    buffer.resize(len as usize, 0);
-                    memory.read(offset + at, &mut buffer)?;
-                    self.message_write(address, &buffer)
-                }
-            },
-        )
-    }
-
-    /// Replaces the little-endian 64-bit number at `address` by `change` of it, and returns the old value. `change` may
-    /// be called more than once.
-    ///
-    /// If the memory is mapped in this process, the operation is atomic against other devices and processors. If the
-    /// memory is accessed by messages, the operation is atomic only against other calls of this function in this
-    /// process.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Misaligned`] if the address is not divisible by 8.
-    pub fn update(&self, address: u64, mut change: impl FnMut(u64) -> u64) -> Result<u64, DmaError> {
-        /// Held from the DMA_READ message to the DMA_WRITE message.
-        static BY_MESSAGE: Mutex<()> = Mutex::new(());
-
-        if address % 8 != 0 {
-            return Err(DmaError::Misaligned(address));
-        }
-        let mut old = 0;
-        self.transfer(&[Extent { address, len: 8 }], Direction::Update, |_, len, chunk| {
-            if len != 8 {
-                // The 8 bytes are in two mappings.
-                return Err(DmaError::Misaligned(address));
-            }
-            old = match chunk {
-                Chunk::Mapped { mapping, offset } => {
-                    let old = mapping.update(offset, &mut change)?;
-                    old.ok_or(DmaError::Misaligned(address))?
-                }
-                Chunk::Message { address } => {
-                    let _only = BY_MESSAGE.lock().unwrap_or_else(PoisonError::into_inner);
-                    let mut bytes = [0; 8];
-                    self.message_read(address, &mut bytes)?;
-                    let old = u64::from_le_bytes(bytes);
-                    self.message_write(address, &change(old).to_le_bytes())?;
-                    old
-                }
-            };
-            Ok(())
-        })?;
-        Ok(old)
-    }
-
-    /// Splits ranges at the borders of mappings, and calls `step` for each chunk with its position in the transfer, its
-    /// length and its location.
-    fn transfer(
-        &self,
-        extents: &[Extent],
-        direction: Direction,
-        mut step: impl FnMut(u64, u64, Chunk<'_>) -> Result<(), DmaError>,
-    ) -> Result<(), DmaError> {
-        for extent in extents {
-            check_range(extent.address, extent.len)?;
-        }
-        let epoch = self.epoch();
-        let mut position = 0;
-        let mut tables: Option<LockedTables<'_>> = None;
-        // Bytes that may be copied before the tables are unlocked once.
-        let mut budget = COPY_CHUNK;
-        for extent in extents {
-            let mut done = 0;
-            while done < extent.len {
-                if self.shared.epoch.load(Ordering::SeqCst) != epoch {
-                    return Err(DmaError::Aborted);
-                }
-                if !self.shared.bus_master.load(Ordering::SeqCst) {
-                    return Err(DmaError::BusMasterOff);
-                }
-                let address = extent.address + done;
-                let lookup = tables
-                    .get_or_insert_with(|| self.lock_tables())
-                    .find(address, extent.len - done);
-                let permitted = match direction {
-                    Direction::Read => lookup.readable,
-                    Direction::Write => lookup.writable,
-                    Direction::Update => lookup.readable && lookup.writable,
-                };
-                if !permitted {
-                    return Err(DmaError::Denied(address));
-                }
-                let moved = if let Some((mapping, offset)) = lookup.memory {
-                    let run = lookup.run.min(budget);
-                    step(position, run, Chunk::Mapped { mapping, offset })?;
-                    self.count(lookup.target, lookup.name, direction, run);
-                    budget -= run;
-                    if budget == 0 {
-                        budget = COPY_CHUNK;
-                        tables = None;
-                    }
-                    run
-                } else {
-                    let run = lookup.run;
-                    tables = None;
-                    let run = run.min(self.message_chunk());
-                    step(position, run, Chunk::Message { address })?;
-                    self.count(Target::Message, None, direction, run);
-                    run
-                };
-                done += moved;
-                position += moved;
-            }
-        }
-        drop(tables);
-        // Later stores, such as an interrupt or a flag that the guest polls, must not become visible before the data.
-        std::sync::atomic::fence(Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
-        self.shared.total.count(target, name, direction, bytes);
-        if let Some(counters) = &self.own_counters {
-            counters.count(target, name, direction, bytes);
-        }
     }
 
     // The following functions are called on the serving thread.
@@ -733,20 +344,6 @@ fn check_range(address: u64, len: u64) -> Result<(), DmaError> {
         return Err(DmaError::Unreachable(address));
     }
     Ok(())
-}
-
-fn check_local(memory: &Memory, offset: u64, len: u64) -> Result<(), OutOfBounds> {
-    match offset.checked_add(len) {
-        Some(end) if end <= memory.len() => Ok(()),
-        _ => Err(OutOfBounds),
-    }
-}
-
-fn check_total(extents: &[Extent], len: u64) -> Result<(), OutOfBounds> {
-    let total = extents
-        .iter()
-        .try_fold(0_u64, |sum, extent| sum.checked_add(extent.len));
-    if total == Some(len) { Ok(()) } else { Err(OutOfBounds) }
 }
 
 impl From<DmaError> for io::Error {

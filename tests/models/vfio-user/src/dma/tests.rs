@@ -3,6 +3,7 @@
 //! DMA without a client: mappings, targets, peers, and accesses that must fail.
 
 use super::*;
+use crate::memory::Memory;
 use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
 
