@@ -1,10 +1,10 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""pyverbs' DmaBufMR on memory of p2pmem: RDMA WRITE and READ between two buffers, and what must not work.
+"""Tests pyverbs' DmaBufMR on p2pmem memory: RDMA WRITE and READ between two buffers, and calls that must fail.
 
     dmabuf-mr.py DEVICE
 
-DEVICE is an RDMA device; the traffic is between two queue pairs of it. Says "verified N bytes" at the end.
+DEVICE is an RDMA device; the test connects two of its queue pairs. Prints "verified N bytes" at the end.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ def iowr(number, size):
 
 
 class Buffer:
-    """A buffer of p2pmem, mapped."""
+    """A p2pmem buffer and a mapping of it."""
 
     ALLOC = struct.Struct("=QQQIIIIIIII4Q IIQQQII")
     EXPORT = struct.Struct("=QIIIiII")
@@ -48,7 +48,7 @@ class Buffer:
         self.memory = mmap.mmap(self.file, self.size, offset=answer[18])
 
     def export(self, *ranges):
-        """A dma-buf of the concatenation of ranges (offset, size)."""
+        """Returns a dma-buf file that concatenates the ranges (offset, size)."""
         array = ctypes.create_string_buffer(b"".join(struct.pack("=QQ", *part) for part in ranges))
         fields = bytearray(self.EXPORT.pack(ctypes.addressof(array), len(ranges), self.handle, 0, -1, 16, 0))
         fcntl.ioctl(self.file, iowr(8, self.EXPORT.size), fields)
@@ -56,7 +56,7 @@ class Buffer:
 
 
 def connect(domain, queue, lid):
-    """Two connected queue pairs."""
+    """Returns two connected queue pairs."""
     cap = QPCap(max_send_wr=16, max_recv_wr=16, max_send_sge=1, max_recv_sge=1)
     pair = [QP(domain, QPInitAttr(qp_type=e.IBV_QPT_RC, scq=queue, rcq=queue, cap=cap)) for _ in range(2)]
     for own, other in (pair, pair[::-1]):
@@ -72,7 +72,7 @@ def connect(domain, queue, lid):
 
 
 def transfer(pair, queue, opcode, local, remote, length, at=0):
-    """Moves bytes between two regions. Returns the status of the completion."""
+    """Does one RDMA operation between two memory regions. Returns the status of the completion."""
     request = SendWR(opcode=opcode, num_sge=1, sg=[SGE(at, length, local.lkey)])
     request.set_wr_rdma(remote.rkey, at)
     pair[0].post_send(request)
@@ -82,15 +82,15 @@ def transfer(pair, queue, opcode, local, remote, length, at=0):
             return done[0].status
 
 
-def refused(call, *expected):
-    """Fails unless a call ends with one of some errnos."""
+def expect_errno(call, *expected):
+    """Fails unless the call fails with one of the expected errnos."""
     try:
         call()
     except (OSError, PyverbsRDMAError) as error:
         code = error.errno if isinstance(error, OSError) else error.error_code
-        assert code in expected, f"errno {errno.errorcode.get(code, code)}"
+        assert code in expected, f"unexpected errno {errno.errorcode.get(code, code)}"
         return
-    raise AssertionError("it was not refused")
+    raise AssertionError("a call that must fail succeeded")
 
 
 def main():
@@ -102,26 +102,26 @@ def main():
     data = os.urandom(size)
     source, target = Buffer(size), Buffer(size)
     source.memory[:] = data
-    # The target's halves change places: a dma-buf is the concatenation of its ranges.
+    # The target's dma-buf has the second half of the buffer first.
     half = size // 2
     files = [source.export((0, size)), target.export((half, half), (0, half))]
     from_region, to_region = (DmaBufMR(domain, size, ACCESS, dmabuf=file) for file in files)
     assert transfer(pair, queue, e.IBV_WR_RDMA_WRITE, from_region, to_region, size) == e.IBV_WC_SUCCESS
-    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "other bytes were written"
+    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "the target does not have the written bytes"
     source.memory[:] = bytes(size)
     assert transfer(pair, queue, e.IBV_WR_RDMA_READ, from_region, to_region, size) == e.IBV_WC_SUCCESS
-    assert source.memory[:] == data, "other bytes were read"
+    assert source.memory[:] == data, "the source does not have the read bytes"
 
-    # A region of a part of the file, and one past its end.
+    # A region of a part of the dma-buf is valid; a region or an export beyond the end is not.
     part = DmaBufMR(domain, PAGE, ACCESS, dmabuf=files[0], offset=PAGE)
     part.close()
-    refused(lambda: DmaBufMR(domain, size, ACCESS, dmabuf=files[0], offset=PAGE), errno.EINVAL)
-    refused(lambda: source.export((0, size + PAGE)), errno.EINVAL)
-    refused(lambda: source.export((1, PAGE)), errno.EINVAL)
-    # Not one byte past a region's end, whatever the buffer has there.
+    expect_errno(lambda: DmaBufMR(domain, size, ACCESS, dmabuf=files[0], offset=PAGE), errno.EINVAL)
+    expect_errno(lambda: source.export((0, size + PAGE)), errno.EINVAL)
+    expect_errno(lambda: source.export((1, PAGE)), errno.EINVAL)
+    # A write of which one byte is beyond the region's end must fail and change nothing.
     status = transfer(pair, queue, e.IBV_WR_RDMA_WRITE, from_region, to_region, 8, size - 7)
-    assert status != e.IBV_WC_SUCCESS, "a write past the region's end went through"
-    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "bytes have changed"
+    assert status != e.IBV_WC_SUCCESS, "a write beyond the region's end succeeded"
+    assert target.memory[:half] == data[half:] and target.memory[half:] == data[:half], "a failed write changed bytes"
     print(f"verified {4 * size} bytes")
     for thing in (*pair, from_region, to_region, queue, domain, context):
         thing.close()

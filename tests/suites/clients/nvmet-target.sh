@@ -1,7 +1,7 @@
 #!/bin/bash
 # SPDX-License-Identifier: MIT OR Apache-2.0
-# Makes a subsystem of nvmet with a port of RDMA and a namespace without a drive: device_path, p2pmem and enable are the
-# caller's to write.
+# Creates an nvmet subsystem with an RDMA port and a namespace without a drive. The caller sets device_path, p2pmem and enable
+# of the namespace.
 #
 #   nvmet-target.sh SUBSYSTEM ADDRESS
 set -euo pipefail
@@ -17,6 +17,6 @@ echo rdma >ports/1/addr_trtype
 echo ipv4 >ports/1/addr_adrfam
 echo "$address" >ports/1/addr_traddr
 echo 4420 >ports/1/addr_trsvcid
-# No data in capsules: those would be in host memory.
+# No in-capsule data, which would be in host memory.
 echo 0 >ports/1/param_inline_data_size
 ln -s "/sys/kernel/config/nvmet/subsystems/$subsystem" "ports/1/subsystems/$subsystem"

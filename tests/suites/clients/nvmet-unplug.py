@@ -1,13 +1,14 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""A drive that is unplugged from the target of NVMe over RDMA while the host writes to it.
+"""Unplugs the drive of an NVMe over RDMA target while the host writes to the drive.
 
-    nvmet-unplug.py target SUBSYSTEM PORT             where the drive is, and the subsystem with a port
-    nvmet-unplug.py host SUBSYSTEM PORT ADDRESS PEER  the other side: connects to ADDRESS, and talks to the target at PEER
+    nvmet-unplug.py target SUBSYSTEM PORT             on the node that has the drive and the subsystem
+    nvmet-unplug.py host SUBSYSTEM PORT ADDRESS PEER  on the other node: connects to the subsystem at ADDRESS, and to this script
+                                                      at PEER, port PORT
 
-The host writes blocks without an end. When some have been written the target has its drive unplugged; the host's writes have to end
-in an error, and say which were acknowledged. Then the target has the drive plugged in again, and compares: every block that was
-acknowledged has to be there.
+The host writes blocks until a write fails. After a number of writes, the target unplugs the drive; a write of the host must then
+fail, and the host sends the number of acknowledged writes. The target plugs the drive in again. Fails unless the drive has every
+acknowledged block.
 """
 
 import glob
@@ -19,38 +20,38 @@ import subprocess
 import sys
 import time
 
-from runner import LATE, ask, late, scaled
+from runner import LATE, late, request_runner, scaled
 
-BLOCK, SLOTS, ENOUGH = 64 << 10, 128, 32
+BLOCK, SLOTS, WRITES = 64 << 10, 128, 32
 UUID = "70327032-6d65-6d00-0000-000000000001"
 
 
 def block(number):
-    """What the write of that number has."""
+    """Returns the data of write `number`."""
     return struct.pack("<Q", number * 0x9E3779B97F4A7C15 % (1 << 64)) * (BLOCK // 8)
 
 
-def until(what, holds):
-    """Waits until something holds, and returns it."""
+def wait_for(what, condition):
+    """Waits until condition() is true, and returns its value. Ends with code LATE after the time limit."""
     end = time.monotonic() + scaled(60)
     while time.monotonic() < end:
-        if found := holds():
+        if found := condition():
             return found
         time.sleep(0.02)
     late(what)
 
 
-def hear(words, what):
-    """The other side's next line. One that has ended says itself why: nothing else is known to be wrong here."""
-    line = words.readline()
+def receive(peer_file, what):
+    """Returns the next line from the other node. If that node has ended, it reports the reason, so this one ends with LATE."""
+    line = peer_file.readline()
     if not line:
-        print(f"nvmet-unplug: the other side has ended: {what}", file=sys.stderr)
+        print(f"nvmet-unplug: the other node has ended: {what}", file=sys.stderr)
         sys.exit(LATE)
     return line.strip()
 
 
-def direct(path, flags):
-    """A file without the page cache, or none while it cannot be opened."""
+def open_direct(path, flags):
+    """Opens a file with O_DIRECT. Returns None if that fails."""
     try:
         return os.open(path, flags | os.O_DIRECT)
     except OSError:
@@ -58,42 +59,42 @@ def direct(path, flags):
 
 
 def target(subsystem, port):
-    """Exports the drive, has it unplugged and plugged in again, and compares."""
+    """Exports the drive, unplugs it and plugs it in again, and compares the blocks."""
     drive = os.environ["P2PMEM_BLOCK_NVME0"]
     namespace = f"/sys/kernel/config/nvmet/subsystems/{subsystem}/namespaces/1"
 
-    def say(attribute, value):
+    def set_attribute(attribute, value):
         with open(f"{namespace}/{attribute}", "w", encoding="ascii") as file:
             file.write(value)
 
-    say("device_path", drive)
-    say("p2pmem", "1")
-    say("enable", "1")
+    set_attribute("device_path", drive)
+    set_attribute("p2pmem", "1")
+    set_attribute("enable", "1")
     with socket.create_server(("", port)) as listener:
         peer, _ = listener.accept()
-    with peer, peer.makefile("rw") as words:
-        if hear(words, "the host does not write") != "writing":
+    with peer, peer.makefile("rw") as peer_file:
+        if receive(peer_file, "the host does not write") != "writing":
             sys.exit("nvmet-unplug: the host does not write")
-        ask({"op": "device-del", "name": "nvme0"})
-        acknowledged = int(hear(words, "how many writes were acknowledged"))
-        say("enable", "0")
-        ask({"op": "device-add", "name": "nvme0"})
-        file = until("the drive is back", lambda: direct(drive, os.O_RDONLY))
+        request_runner({"op": "device-del", "name": "nvme0"})
+        acknowledged = int(receive(peer_file, "the host did not send the number of acknowledged writes"))
+        set_attribute("enable", "0")
+        request_runner({"op": "device-add", "name": "nvme0"})
+        file = wait_for("the drive does not appear again", lambda: open_direct(drive, os.O_RDONLY))
         memory = mmap.mmap(-1, BLOCK)
         for slot in range(min(SLOTS, acknowledged)):
             last = (acknowledged - 1 - slot) // SLOTS * SLOTS + slot
             os.preadv(file, [memory], slot * BLOCK)
-            # The write that failed may have got there.
+            # The failed write may have reached the drive.
             if memory[:] not in (block(last), block(acknowledged) if acknowledged % SLOTS == slot else None):
-                sys.exit(f"nvmet-unplug: write {last} was acknowledged and is not there")
+                sys.exit(f"nvmet-unplug: write {last} was acknowledged, but the drive does not have its block")
         os.close(file)
-        words.write("compared\n")
-        words.flush()
-    print(f"{acknowledged} writes were acknowledged, and are there")
+        peer_file.write("compared\n")
+        peer_file.flush()
+    print(f"{acknowledged} writes were acknowledged, and the drive has all of them")
 
 
 def host(subsystem, port, address, peer):
-    """Writes until that fails."""
+    """Writes until a write fails."""
 
     def nvme(*arguments):
         subprocess.run(["nvme", *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -106,16 +107,16 @@ def host(subsystem, port, address, peer):
             return None
 
     def connected():
-        # Where the kernel has multipathing, a path to the drive has no file of its own.
+        # With multipathing in the kernel, a path to the drive has no device node.
         drives = (path for path in glob.glob("/sys/block/nvme*n*") if subsystem_of(path) == subsystem)
         return next((drive for path in drives if os.path.exists(drive := "/dev/" + os.path.basename(path))), None)
 
-    words = until("the target listens", lambda: listening(peer, port))
+    peer_file = wait_for("the target does not listen", lambda: connect_to(peer, port))
     nvme("connect", "-t", "rdma", "-a", address, "-s", "4420", "-n", subsystem, "--nr-io-queues", "1",
          "--hostnqn", f"nqn.2014-08.org.nvmexpress:uuid:{UUID}", "--hostid", UUID)
     try:
-        drive = until("the drive is there", connected)
-        file = until("the drive can be opened", lambda: direct(drive, os.O_WRONLY))
+        drive = wait_for("the drive does not appear", connected)
+        file = wait_for("the drive cannot be opened", lambda: open_direct(drive, os.O_WRONLY))
         memory = mmap.mmap(-1, BLOCK)
         number = 0
         while True:
@@ -126,20 +127,20 @@ def host(subsystem, port, address, peer):
                 print(f"write {number}: {error.strerror}")
                 break
             number += 1
-            if number == ENOUGH:
-                words.write("writing\n")
-                words.flush()
+            if number == WRITES:
+                peer_file.write("writing\n")
+                peer_file.flush()
         os.close(file)
     finally:
         nvme("disconnect", "-n", subsystem)
-    words.write(f"{number}\n")
-    words.flush()
-    if hear(words, "the target did not compare") != "compared":
+    peer_file.write(f"{number}\n")
+    peer_file.flush()
+    if receive(peer_file, "the target did not compare") != "compared":
         sys.exit("nvmet-unplug: the target did not compare")
 
 
-def listening(peer, port):
-    """A connection, or none while nobody listens."""
+def connect_to(peer, port):
+    """Returns a connection, or None if the port does not listen."""
     try:
         return socket.create_connection((peer, port)).makefile("rw")
     except ConnectionRefusedError:

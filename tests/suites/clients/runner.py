@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What a script in a guest can ask the runner of the virtual machine for."""
+"""Requests of scripts in a guest to the runner of the virtual machine."""
 
 import json
 import os
@@ -8,30 +8,30 @@ import socket
 import sys
 
 
-# With what a program ends that only lacked time: the test is then run once more.
+# Exit code of a program that exceeded a time limit. The test is then repeated once.
 LATE = 75
-# What the runner's reason begins with where it waited in vain.
-TOLD_LATE = "not in time: "
+# Prefix of the runner's error message if the runner exceeded a time limit.
+LATE_PREFIX = "not in time: "
 
 
 def scaled(seconds):
-    """A limit of time as it is on this kernel."""
+    """Scales a time limit by the factor for this kernel, P2PMEM_TIME_FACTOR."""
     return seconds * int(os.environ.get("P2PMEM_TIME_FACTOR", "1"))
 
 
 def late(what):
-    """Ends the program, as one that only lacked time."""
+    """Ends the program with exit code LATE and a message."""
     print(f"{pathlib.Path(sys.argv[0]).stem}: not in time: {what}", file=sys.stderr)
     sys.exit(LATE)
 
 
-def ask(request):
-    """The runner's answer. Ends the program, with the reason, where the runner refuses."""
+def request_runner(request):
+    """Sends a request to the runner, and returns the result. Ends the program with a message if the request fails."""
     with socket.socket(socket.AF_UNIX) as runner:
         runner.connect("/run/p2pmem/host.sock")
         runner.sendall(json.dumps(request).encode() + b"\n")
         answer = json.loads(runner.makefile().readline())
-    if str(answer.get("Err", "")).startswith(TOLD_LATE):
+    if str(answer.get("Err", "")).startswith(LATE_PREFIX):
         late(f"{request}: {answer['Err']}")
     if "Ok" not in answer:
         sys.exit(f"{pathlib.Path(sys.argv[0]).stem}: {request}: {answer}")

@@ -1,11 +1,11 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""One buffer of /dev/p2pmem, registered by ibv_reg_mr() with several RDMA devices, and written into through each of them.
+"""Registers one buffer of /dev/p2pmem with several RDMA devices by ibv_reg_mr(), and writes to it through each device.
 
-    two-hcas.py serve PORT DEVICE...            on the node that is written to
-    two-hcas.py write ADDRESS PORT DEVICE...    on the other, with its devices in the same order
+    two-hcas.py serve PORT DEVICE...            on the target node
+    two-hcas.py write ADDRESS PORT DEVICE...    on the node that writes, with its devices in the same order
 
-The n-th device moves the n-th part. Then the nodes compare what their buffers have; both say "verified N bytes by M devices".
+The n-th device writes the n-th part. Then the nodes compare their buffers, and both print "verified N bytes by M devices".
 """
 
 import ctypes
@@ -31,7 +31,7 @@ SIZE = 2 << 20
 
 
 class Adapter:
-    """An RDMA device that has the memory registered, and a queue pair of it."""
+    """An RDMA device with a registration of the memory and a queue pair."""
 
     def __init__(self, name, address, size):
         self.context = Context(name=name)
@@ -52,7 +52,7 @@ class Adapter:
         }
 
     def connect(self, there):
-        """Connects to the queue pair that is described."""
+        """Connects to the queue pair `there` of the other node."""
         attr = QPAttr(port_num=1)
         attr.qp_access_flags = ACCESS
         attr.dest_qp_num = there["number"]
@@ -67,7 +67,7 @@ class Adapter:
         self.pair.to_rts(attr)
 
     def write(self, there, start, size):
-        """Writes a part of the memory to the same place of the other's."""
+        """Writes a part of the memory to the same offset in the memory of the other node."""
         request = SendWR(opcode=e.IBV_WR_RDMA_WRITE, num_sge=1, sg=[SGE(self.here["address"] + start, size, self.region.lkey)])
         request.set_wr_rdma(there["key"], there["address"] + start)
         self.pair.post_send(request)
@@ -78,26 +78,26 @@ class Adapter:
                 return
 
     def close(self):
-        """Ends everything, in order."""
+        """Closes all objects, dependent ones first."""
         for thing in (self.pair, self.region, self.queue, self.domain, self.context):
             thing.close()
 
 
 def ipv4_index(name):
-    """The index of the first address of a port that is made of one of IPv4."""
+    """Returns the index of the first GID of port 1 that is an IPv4-mapped address."""
     gids = pathlib.Path("/sys/class/infiniband", name, "ports/1/gids")
     for index in range(len(list(gids.iterdir()))):
         try:
             if "ffff:" in (gids / str(index)).read_text()[20:30]:
                 return index
         except OSError:
-            # An entry that is not used.
+            # The entry is unused.
             continue
-    sys.exit(f"{name} has no address of IPv4")
+    sys.exit(f"{name} has no IPv4-mapped GID")
 
 
 def exchange(peer, value):
-    """Sends a value, and returns the other's."""
+    """Sends a value, and returns the value of the other node."""
     peer.write(json.dumps(value) + "\n")
     peer.flush()
     return json.loads(peer.readline())
@@ -127,11 +127,11 @@ def main():
     if writes:
         for number, (adapter, there) in enumerate(zip(adapters, theirs)):
             adapter.write(there, number * part, part)
-    # Not before everything was written.
+    # The comparison starts after all writes.
     exchange(peer, "written")
     digests = [hashlib.sha256(memory[n * part : (n + 1) * part]).hexdigest() for n in range(len(adapters))]
     wanted = exchange(peer, digests)
-    assert digests == wanted, f"other bytes arrived: {digests}, {wanted}"
+    assert digests == wanted, f"the nodes have different bytes: {digests}, {wanted}"
     for adapter in adapters:
         adapter.close()
     print(f"verified {len(adapters) * part} bytes by {len(adapters)} devices")

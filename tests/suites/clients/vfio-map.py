@@ -1,13 +1,13 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Asks VFIO type1 to map memory for a device's DMA: of the host, and of p2pmem.
+"""Maps host memory and p2pmem memory for DMA of a device by VFIO type1.
 
     vfio-map.py DEVICE KIND ...     DEVICE is bound to vfio-pci; each KIND is one of
-        host        anonymous memory of this process: has to be mapped, or the others' refusals prove nothing
-        p2pmem      a mapping of /dev/p2pmem whose pages the CPU has touched: has to be refused with EFAULT
-        untouched   the same before the CPU has touched it
+        host        anonymous memory of this process; must succeed, so that failures of the others are meaningful
+        p2pmem      a mapping of /dev/p2pmem whose pages the CPU has touched; must fail with EFAULT
+        untouched   a mapping of /dev/p2pmem that the CPU has not touched; must fail with EFAULT
 
-Prints a line for each. Ends with 1 if one differs from what it has to be.
+Prints a line for each KIND. Ends with exit code 1 if a result differs.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ SIZE = 2 << 20
 
 
 def container_of(device):
-    """An IOMMU container with the device's group; all files it needs."""
+    """Opens an IOMMU container with the group of the device. Returns the files of both."""
     group = os.open("/dev/vfio/" + os.path.basename(os.readlink(f"/sys/bus/pci/devices/{device}/iommu_group")), os.O_RDWR)
     status = bytearray(struct.pack("II", 8, 0))
     fcntl.ioctl(group, GROUP_STATUS, status)
@@ -40,7 +40,7 @@ def container_of(device):
 
 
 def memory_of(kind):
-    """A mapping to be given to the device."""
+    """Returns a memory mapping of the KIND."""
     if kind == "host":
         memory = mmap.mmap(-1, SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:

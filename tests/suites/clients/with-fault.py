@@ -1,13 +1,13 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs a program while something is wrong with the NIC, or goes wrong once the program's data flows.
+"""Runs a program with a fault of the NIC, either from the start or once the program transfers data.
 
-    with-fault.py always REQUEST PROGRAM ARGUMENT...    as JSON for the NIC's control socket, from before the program's start
-    with-fault.py once REQUEST PROGRAM ARGUMENT...      when the NIC has moved another MiB of payload
-    with-fault.py reset PROGRAM ARGUMENT...             then, the function is reset by the kernel, under its driver
+    with-fault.py always REQUEST PROGRAM ARGUMENT...    sends REQUEST before the program starts
+    with-fault.py once REQUEST PROGRAM ARGUMENT...      sends REQUEST when the NIC has transferred another MiB of payload
+    with-fault.py reset PROGRAM ARGUMENT...             at that time, resets the PCI function by sysfs while its driver is bound
 
-Whatever it was is over before this ends, and the port is up again, which takes the driver some time after a reset. Ends as the
-program does; as one that lacks time if the NIC does not come back.
+REQUEST is JSON for the NIC's control socket. At the end, the script removes the fault and waits until the port is up, which takes
+the driver some time after a reset. Ends with the program's exit code, or with LATE if the port does not come up.
 """
 
 import json
@@ -17,26 +17,26 @@ import subprocess
 import sys
 import time
 
-from runner import ask, late, scaled
+from runner import late, request_runner, scaled
 
 NIC = "nic0"
-BOUND = 150
+PORT_LIMIT = 150
 device = pathlib.Path("/sys/bus/pci/devices") / os.environ["P2PMEM_DEV_NIC0"]
 
 
 def control(request):
-    ask({"op": "control", "name": NIC, "request": request})
+    request_runner({"op": "control", "name": NIC, "request": request})
 
 
-def moved():
-    return sum(ask({"op": "snapshot"})[NIC]["counters"]["payload"].values())
+def payload_bytes():
+    return sum(request_runner({"op": "snapshot"})[NIC]["counters"]["payload"].values())
 
 
 def port_up():
     try:
         states = [path.read_text() for path in device.glob("infiniband/*/ports/1/state")]
     except OSError:
-        # The driver takes its device away while it recovers.
+        # The driver removes its RDMA device during recovery.
         states = []
     return bool(states) and "ACTIVE" in states[0]
 
@@ -46,27 +46,27 @@ def main():
     request = json.loads(rest.pop(0)) if how != "reset" else None
     if how == "always":
         control(request)
-        ended = subprocess.run(rest, check=False).returncode
+        exit_code = subprocess.run(rest, check=False).returncode
     else:
-        before = moved()
+        before = payload_bytes()
         program = subprocess.Popen(rest)
-        while moved() < before + (1 << 20) and program.poll() is None:
+        while payload_bytes() < before + (1 << 20) and program.poll() is None:
             pass
         print("with-fault: now", flush=True)
         if how == "once":
             control(request)
         else:
             (device / "reset").write_text("1")
-        ended = program.wait()
+        exit_code = program.wait()
     if request is not None:
         control({"link": "up"})
         control({"link": {}})
-    until = time.monotonic() + scaled(BOUND)
+    deadline = time.monotonic() + scaled(PORT_LIMIT)
     while not port_up():
-        if time.monotonic() > until:
-            late(f"the port is not up {BOUND} s afterwards")
+        if time.monotonic() > deadline:
+            late(f"the port is not up {PORT_LIMIT} s afterwards")
         time.sleep(0.05)
-    sys.exit(ended)
+    sys.exit(exit_code)
 
 
 main()

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Checks in a guest that p2pmem-exporter tells what was done, by a parser of OpenMetrics that others wrote.
+"""Checks the metrics of p2pmem-exporter in a guest, by the OpenMetrics parser of prometheus_client.
 
-    metrics.py FOLDER PROVIDER      FOLDER of p2pmemctl and p2pmem-exporter; PROVIDER is published with no buffer in it
+    metrics.py FOLDER PROVIDER      FOLDER has p2pmemctl and p2pmem-exporter; PROVIDER is published and has no buffer
 
-Ends with the module unloaded.
+Unloads the module at the end.
 """
 
 import json
@@ -23,28 +23,28 @@ SIZE = 3 << 20
 
 
 def ctl(*words, code=0):
-    """Runs p2pmemctl, and fails where it ends otherwise than it should."""
+    """Runs p2pmemctl and returns its output. Fails if the exit code is not `code`."""
     done = subprocess.run([f"{FOLDER}/p2pmemctl", *words], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=LIMIT, check=False)
     assert done.returncode == code, f"p2pmemctl {words}: {done}"
     return done.stdout
 
 
 def scrape(url):
-    """All samples, by name and by provider (none: of the module)."""
+    """Returns all samples by name and provider address; the address is None for samples of the module."""
     with urllib.request.urlopen(url, timeout=LIMIT) as answer:
         assert answer.headers["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8", answer.headers
         text = answer.read().decode()
     samples = {}
     for family in text_string_to_metric_families(text):
-        assert family.documentation, f"{family.name} has no text"
+        assert family.documentation, f"{family.name} has no help text"
         for sample in family.samples:
             key = (sample.name, sample.labels.get("function"))
-            assert key not in samples, f"{key} is there twice"
+            assert key not in samples, f"the sample {key} occurs twice"
             samples[key] = sample.value
     return samples
 
 
-# What the exporter calls the counters of `p2pmemctl stats`, and the numbers of `p2pmemctl list`.
+# Metric names of the counters in `p2pmemctl stats` and of the numbers in `p2pmemctl list`.
 COUNTERS = {
     "allocs": "allocs_total",
     "frees": "frees_total",
@@ -71,8 +71,8 @@ NUMBERS = {
 }
 
 
-def agree(samples):
-    """Fails unless metrics, `stats --json` and `list --json` say the same; gives the module's counters."""
+def check_samples(samples):
+    """Fails unless the metrics have the values of `stats --json` and `list --json`. Returns the counters of the module."""
     stats = json.loads(ctl("stats", "--json"))
     providers = json.loads(ctl("list", "--json"))["providers"]
     functions = {provider["id"]: provider["addr"] for provider in providers}
@@ -94,41 +94,41 @@ exporter = subprocess.Popen([f"{FOLDER}/p2pmem-exporter", "--listen", "127.0.0.1
 url = exporter.stdout.readline().split()[-1]
 assert url.startswith("http://127.0.0.1:"), url
 
-before = agree(scrape(url))
+before = check_samples(scrape(url))
 holder = subprocess.Popen(
     [f"{FOLDER}/p2pmemctl", "--json", "alloc", str(SIZE), "--provider", PROVIDER, "--hold"],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
 )
-# It says where the buffer is when it has it.
+# p2pmemctl prints a line once the buffer exists.
 holder.stdout.readline()
 for _ in range(3):
     ctl("alloc", "1T", code=1)
 samples = scrape(url)
-now = agree(samples)
+now = check_samples(samples)
 assert samples["p2pmem_provider_buffers", PROVIDER] == 1, samples
 assert now["allocs"] == before["allocs"] + 1 and now["alloc_bytes"] == before["alloc_bytes"] + SIZE, (before, now)
 providers = samples["p2pmem_providers", None]
 assert now["failed"] == before["failed"] + 3 * providers, (before, now)
 
-# What does not exist, and what may not be asked.
+# An unknown path, and a method that is not allowed.
 for path, code in (("/other", 404), ("/metrics", 405)):
     try:
         urllib.request.urlopen(url.replace("/metrics", path), data=b"x" if code == 405 else None, timeout=LIMIT)
-        raise AssertionError(f"{path} was answered")
+        raise AssertionError(f"the request for {path} succeeded")
     except urllib.error.HTTPError as error:
         assert error.code == code, error
 
-# The provider leaves: what it counted is in the sums, and it is in nothing else.
+# After the removal of the provider, only the counters of the module include its events.
 ctl("unpublish", PROVIDER)
 samples = scrape(url)
-now = agree(samples)
+now = check_samples(samples)
 assert now["revoked"] == before["revoked"] + 1, now
 assert not any(function == PROVIDER for _, function in samples), samples
-# Whoever held the buffer was told.
+# The holder of the buffer is notified and ends.
 holder.wait(LIMIT)
 
-# Without the module it goes on, and says so.
+# Without the module, the exporter continues and reports p2pmem_up 0.
 subprocess.run(["rmmod", "p2pmem"], check=True)
 assert scrape(url) == {("p2pmem_up", None): 0}
 exporter.send_signal(signal.SIGTERM)

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Accelerators on the control socket.
+//! Control requests of accelerators.
 
 use p2pmem_accel::Shared;
 use p2pmem_accel_regs::Counter;
 use p2pmem_vfio_user::Moved;
 use serde_json::{Map, Value, json};
 
-use crate::control::Controlled;
+use crate::control::ControlTarget;
 
-impl Controlled for Shared {
+impl ControlTarget for Shared {
     fn counters(&self) -> Result<Value, String> {
         let values = self.counters();
         let by_name = |(counter, name): &(Counter, &str)| ((*name).to_owned(), json!(values[*counter as usize]));

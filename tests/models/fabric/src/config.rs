@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a fabric process serves: NICs and accelerators of one or more guests, and the switches between the NICs. It is
-//! read from TOML and checked before anything is made.
+//! Configuration of a fabric process, in TOML: NICs and accelerators of one or more guests, and the switches between
+//! the NICs. The whole file is checked before any device is created.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -9,27 +9,27 @@ use std::path::{Path, PathBuf};
 use p2pmem_vfio_user::{HOST, LinkSpeed, MESSAGE, OTHER_MAPPED};
 use serde::{Deserialize, Deserializer};
 
-use crate::serving::Place;
+use crate::serving::DevicePaths;
 use crate::size::parse_size;
 
-/// The switch there is where the file names none.
+/// Name of the switch that exists if the file has none.
 const DEFAULT_SWITCH: &str = "sw";
-/// The first GUID; nodes and their NICs count up from it. Locally administered.
+/// Default GUIDs of NICs count up from here, by node and NIC. Locally administered.
 const FIRST_GUID: u64 = 0x0200_00ff_fe00_0000;
-/// Lanes a link can have.
+/// Valid link widths, in lanes.
 const WIDTHS: [u8; 7] = [1, 2, 4, 8, 12, 16, 32];
 
-/// A whole configuration.
+/// The configuration file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
-    /// Decides which packets are lost on links that lose some.
+    /// Seed of the random decision which packets are lost on links with loss.
     #[serde(default)]
     pub seed: u64,
-    /// Switches; without any, there is one called "sw".
+    /// Switches. If empty, there is one with the name "sw".
     #[serde(default)]
     pub switch: Vec<Switch>,
-    /// Pairs of switches that are linked.
+    /// Pairs of linked switches.
     #[serde(default)]
     pub link: Vec<(String, String)>,
     /// Guests.
@@ -41,7 +41,7 @@ pub struct Config {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Switch {
-    /// Its name.
+    /// Name of the switch.
     pub name: String,
 }
 
@@ -49,12 +49,12 @@ pub struct Switch {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Node {
-    /// Its name.
+    /// Name of the guest.
     pub name: String,
-    /// Its NICs.
+    /// NICs of the guest.
     #[serde(default)]
     pub nic: Vec<Nic>,
-    /// Its accelerators.
+    /// Accelerators of the guest.
     #[serde(default)]
     pub accel: Vec<Accel>,
 }
@@ -62,9 +62,9 @@ pub struct Node {
 /// The PCIe link of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct PcieLink {
-    /// Speed it is trained to.
+    /// Current and maximum speed.
     pub speed: LinkSpeed,
-    /// Lanes it is trained to.
+    /// Current and maximum width, in lanes.
     pub lanes: u8,
 }
 
@@ -72,15 +72,15 @@ pub struct PcieLink {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Nic {
-    /// Its name, unique in its node.
+    /// Name of the NIC, unique in its node.
     pub name: String,
     socket: PathBuf,
     control: Option<PathBuf>,
     counters: Option<PathBuf>,
-    /// The switch it hangs on.
+    /// The switch to which the port is connected.
     #[serde(default = "default_switch")]
     pub switch: String,
-    /// GUID of its port; without it, one is made from its place in the file.
+    /// GUID of the port. The default depends on the position in the file.
     pub guid: Option<u64>,
     #[serde(default = "default_gen")]
     link_gen: u8,
@@ -92,13 +92,13 @@ pub struct Nic {
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Accel {
-    /// Its name, unique in its node; what NICs count the bytes of its memory under.
+    /// Name of the accelerator, unique in its node. NICs count transfers with its memory under this name.
     pub name: String,
     socket: PathBuf,
     control: Option<PathBuf>,
     counters: Option<PathBuf>,
-    /// Size of its memory in bytes.
-    #[serde(default = "default_memory", deserialize_with = "size")]
+    /// Size of the memory behind BAR 2, in bytes.
+    #[serde(default = "default_memory", deserialize_with = "deserialize_size")]
     pub memory: u64,
     /// Device serial number.
     #[serde(default)]
@@ -125,20 +125,20 @@ fn default_memory() -> u64 {
     256 << 20
 }
 
-fn size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
+fn deserialize_size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     parse_size(&String::deserialize(from)?).map_err(serde::de::Error::custom)
 }
 
-/// What is wrong with a configuration.
+/// Why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("cannot read {0}: {1}")]
     Read(PathBuf, std::io::Error),
-    /// It is not TOML, or has other keys than it should.
+    /// The text is not TOML, a key is unknown or missing, or a value has the wrong type.
     #[error("{0}")]
     Parse(Box<toml::de::Error>),
-    /// Two things in it do not go together, or one does not work.
+    /// A value is invalid, or values contradict each other: the item, and the reason.
     #[error("{0}: {1}")]
     Check(String, String),
 }
@@ -154,7 +154,7 @@ impl Config {
         Self::parse(&text)
     }
 
-    /// Reads and checks a text.
+    /// Parses and checks the text of a file.
     ///
     /// # Errors
     ///
@@ -175,16 +175,16 @@ impl Config {
     }
 
     fn check(&self) -> Result<(), (String, String)> {
-        let wrong = |what: &str, why: String| Err((what.to_owned(), why));
+        let error = |what: &str, why: String| Err((what.to_owned(), why));
         let mut switches = BTreeSet::new();
         for Switch { name } in &self.switch {
             if name.is_empty() || !switches.insert(name) {
-                return wrong(&format!("switch {name:?}"), "its name is empty or taken".into());
+                return error(&format!("switch {name:?}"), "the name is empty or in use".into());
             }
         }
         for (one, other) in &self.link {
             if let Some(name) = [one, other].into_iter().find(|name| !switches.contains(name)) {
-                return wrong(
+                return error(
                     &format!("link {one:?} - {other:?}"),
                     format!("there is no switch {name:?}"),
                 );
@@ -195,25 +195,25 @@ impl Config {
         let mut guids = BTreeSet::new();
         for node in &self.node {
             if node.name.is_empty() || !nodes.insert(&node.name) {
-                return wrong(&format!("node {:?}", node.name), "its name is empty or taken".into());
+                return error(&format!("node {:?}", node.name), "the name is empty or in use".into());
             }
             let mut names = BTreeSet::from([HOST, MESSAGE, OTHER_MAPPED]);
-            let nics = node.nic.iter().map(|nic| (&nic.name, nic.place(), nic.pcie()));
+            let nics = node.nic.iter().map(|nic| (&nic.name, nic.paths(), nic.pcie()));
             let accels = node
                 .accel
                 .iter()
-                .map(|accel| (&accel.name, accel.place(), accel.pcie()));
-            for (name, place, pcie) in nics.chain(accels) {
+                .map(|accel| (&accel.name, accel.paths(), accel.pcie()));
+            for (name, device_paths, pcie) in nics.chain(accels) {
                 let what = format!("node {:?}: device {name:?}", node.name);
                 if name.is_empty() || !names.insert(name) {
-                    return wrong(&what, "its name is empty, reserved or taken".into());
+                    return error(&what, "the name is empty, reserved or in use".into());
                 }
-                for path in [Some(place.socket), place.control, place.counters]
+                for path in [Some(device_paths.socket), device_paths.control, device_paths.counters]
                     .into_iter()
                     .flatten()
                 {
                     if !paths.insert(path.clone()) {
-                        return wrong(&what, format!("{} is used already", path.display()));
+                        return error(&what, format!("{} is already in use", path.display()));
                     }
                 }
                 pcie.map_err(|why| (what, why))?;
@@ -221,15 +221,15 @@ impl Config {
             for nic in &node.nic {
                 let what = format!("node {:?}: device {:?}", node.name, nic.name);
                 if !switches.contains(&nic.switch) {
-                    return wrong(&what, format!("there is no switch {:?}", nic.switch));
+                    return error(&what, format!("there is no switch {:?}", nic.switch));
                 }
                 if nic.guid() == 0 || !guids.insert(nic.guid()) {
-                    return wrong(&what, format!("GUID {:#x} is zero or taken", nic.guid()));
+                    return error(&what, format!("GUID {:#x} is zero or in use", nic.guid()));
                 }
             }
             for accel in &node.accel {
                 if !accel.memory.is_power_of_two() || accel.memory < 4096 {
-                    return wrong(
+                    return error(
                         &format!("node {:?}: device {:?}", node.name, accel.name),
                         format!(
                             "memory of {} bytes: it must be a power of two, 4096 or more",
@@ -242,7 +242,7 @@ impl Config {
         Ok(())
     }
 
-    /// How many devices there are.
+    /// Number of devices.
     pub fn devices(&self) -> usize {
         self.node.iter().map(|node| node.nic.len() + node.accel.len()).sum()
     }
@@ -250,55 +250,55 @@ impl Config {
 
 fn pcie(generation: u8, lanes: u8) -> Result<PcieLink, String> {
     let speed = LinkSpeed::from_generation(generation)
-        .ok_or_else(|| format!("link_gen = {generation}: there are generations 1 to 5"))?;
+        .ok_or_else(|| format!("link_gen = {generation}: PCIe generations are 1 to 5"))?;
     if !WIDTHS.contains(&lanes) {
         return Err(format!(
-            "link_width = {lanes}: a link has 1, 2, 4, 8, 12, 16 or 32 lanes"
+            "link_width = {lanes}: a PCIe link has 1, 2, 4, 8, 12, 16 or 32 lanes"
         ));
     }
     Ok(PcieLink { speed, lanes })
 }
 
 impl Nic {
-    /// Where it is found.
-    pub fn place(&self) -> Place {
-        Place {
+    /// Paths of the NIC's sockets and files.
+    pub fn paths(&self) -> DevicePaths {
+        DevicePaths {
             socket: self.socket.clone(),
             control: self.control.clone(),
             counters: self.counters.clone(),
         }
     }
 
-    /// Its GUID.
+    /// GUID of the port.
     pub fn guid(&self) -> u64 {
         self.guid.unwrap_or_default()
     }
 
-    /// Its PCIe link.
+    /// The PCIe link of the NIC.
     ///
     /// # Errors
     ///
-    /// There is no such link; never in a configuration that was checked.
+    /// The speed or width is invalid. [`Config::parse`] excludes that.
     pub fn pcie(&self) -> Result<PcieLink, String> {
         pcie(self.link_gen, self.link_width)
     }
 }
 
 impl Accel {
-    /// Where it is found.
-    pub fn place(&self) -> Place {
-        Place {
+    /// Paths of the accelerator's sockets and files.
+    pub fn paths(&self) -> DevicePaths {
+        DevicePaths {
             socket: self.socket.clone(),
             control: self.control.clone(),
             counters: self.counters.clone(),
         }
     }
 
-    /// Its PCIe link.
+    /// The PCIe link of the accelerator.
     ///
     /// # Errors
     ///
-    /// There is no such link; never in a configuration that was checked.
+    /// The speed or width is invalid. [`Config::parse`] excludes that.
     pub fn pcie(&self) -> Result<PcieLink, String> {
         pcie(self.link_gen, self.link_width)
     }
@@ -308,7 +308,7 @@ impl Accel {
 mod tests {
     use super::*;
 
-    const TWO: &str = r#"
+    const TWO_NODES: &str = r#"
         [[node]]
         name = "a"
         [[node.nic]]
@@ -334,7 +334,7 @@ mod tests {
 
     #[test]
     fn what_is_not_said_has_a_default() {
-        let config = Config::parse(TWO).unwrap();
+        let config = Config::parse(TWO_NODES).unwrap();
         assert_eq!(config.switch[0].name, "sw");
         assert_eq!(config.devices(), 4);
         let [a, b] = &*config.node else { panic!() };
@@ -345,7 +345,7 @@ mod tests {
         let guids = BTreeSet::from([a.nic[0].guid(), a.nic[1].guid(), b.nic[0].guid(), 0]);
         assert_eq!(guids.len(), 4);
         assert_eq!(
-            a.accel[0].place().counters.as_deref(),
+            a.accel[0].paths().counters.as_deref(),
             Some(Path::new("/run/a/accel0.json"))
         );
         assert_eq!(Config::parse("").unwrap().devices(), 0);
@@ -354,14 +354,22 @@ mod tests {
     #[test]
     fn mistakes_are_named() {
         for (from, to, error) in [
-            ("name = \"b\"", "name = \"a\"", "node \"a\": its name is empty or taken"),
-            ("nic1\"\n", "nic0\"\n", "device \"nic0\": its name"),
+            (
+                "name = \"b\"",
+                "name = \"a\"",
+                "node \"a\": the name is empty or in use",
+            ),
+            ("nic1\"\n", "nic0\"\n", "device \"nic0\": the name"),
             (
                 "\"accel0\"\n",
                 "\"host\"\n",
-                "device \"host\": its name is empty, reserved or taken",
+                "device \"host\": the name is empty, reserved or in use",
             ),
-            ("/run/b/nic0.sock", "/run/a/nic0.ctl", "/run/a/nic0.ctl is used already"),
+            (
+                "/run/b/nic0.sock",
+                "/run/a/nic0.ctl",
+                "/run/a/nic0.ctl is already in use",
+            ),
             ("link_gen = 5", "link_gen = 6", "device \"nic1\": link_gen = 6"),
             ("link_width = 8", "link_width = 7", "link_width = 7"),
             ("link_width = 8", "switch = \"no\"", "there is no switch \"no\""),
@@ -378,12 +386,12 @@ mod tests {
             (
                 "[[node]]\n        name = \"a\"",
                 "[[switch]]\nname = \"sw\"\n[[switch]]\nname = \"sw\"\n[[node]]\nname = \"a\"",
-                "switch \"sw\": its name is empty or taken",
+                "switch \"sw\": the name is empty or in use",
             ),
             ("socket = \"/run/a/accel0.sock\"", "", "missing field `socket`"),
         ] {
-            let text = TWO.replacen(from, to, 1);
-            assert_ne!(text, TWO);
+            let text = TWO_NODES.replacen(from, to, 1);
+            assert_ne!(text, TWO_NODES);
             let found = Config::parse(&text).unwrap_err().to_string();
             assert!(found.contains(error), "{error:?} in {found:?}");
         }

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The control socket: state and counters of a device, for programs outside of the guest.
+//! The control socket: counters, state and injected faults of a device, for programs outside of the guest.
 //!
-//! Requests and answers are JSON objects, one per line. Requests: `{"get":"counters"}`, `{"get":"state"}`,
-//! `{"reset":"counters"}`; for devices with a link also `{"link":"up"}`, `{"link":"down"}` and
-//! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]), and `{"fail":1}` if the device can simulate a failure; for
-//! devices whose transfers can be held in flight `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see
-//! [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`, and `{"drain":false}`, after which changes of memory keys do
-//! not wait for transfers. Answers have `"ok":true` and the result under the request's name, or `"ok":false` and `"error"`.
+//! Requests and responses are JSON objects, one per line. Requests: `{"get":"counters"}`, `{"get":"state"}`,
+//! `{"reset":"counters"}`. Devices with a network link: `{"link":"up"}`, `{"link":"down"}`,
+//! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]). Devices that can report a health syndrome:
+//! `{"fail":1}`. Devices that can hold a transfer in flight: `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see
+//! [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`; and `{"drain":false}`, after which changes of memory keys
+//! do not wait for transfers. A response has `"ok":true` and the requested value under its name, or `"ok":false` and
+//! `"error"`.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -22,119 +23,119 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tracing::warn;
 
-/// Longest request.
+/// Maximum length of a request.
 const MAX_LINE: u64 = 64 << 10;
-/// How long a peer may be silent before its connection is closed.
-const IDLE: Duration = Duration::from_secs(60);
+/// Time without a request after which a connection is closed.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The interface of a device to the control socket. Errors are messages for the client.
-pub trait Controlled: Send + Sync {
-    /// The counters by name.
+/// The interface of a device to the control socket. An error is the message of the response.
+pub trait ControlTarget: Send + Sync {
+    /// Returns the counters by name, as a JSON object. A value may be an object of counters.
     ///
     /// # Errors
     ///
-    /// The device does not answer.
+    /// The device does not respond.
     fn counters(&self) -> Result<Value, String>;
 
     /// Sets the counters to 0.
     ///
     /// # Errors
     ///
-    /// The device does not answer.
+    /// The device does not respond.
     fn reset_counters(&self) -> Result<(), String>;
 
-    /// What else there is to know, as a JSON object.
+    /// Returns the state of the device, as a JSON object.
     ///
     /// # Errors
     ///
-    /// The device does not answer.
+    /// The device does not respond.
     fn state(&self) -> Result<Value, String>;
 
-    /// Takes the link up or down.
+    /// Sets the network link up or down.
     ///
     /// # Errors
     ///
-    /// There is none, or the device does not answer.
+    /// The device has no link or does not respond.
     fn set_link(&self, up: bool) -> Result<(), String> {
         let _ = up;
         Err("this device has no link".into())
     }
 
-    /// Says what goes wrong on the link from now on.
+    /// Sets the faults of the network link.
     ///
     /// # Errors
     ///
-    /// There is none, or the device does not answer.
+    /// The device has no link or does not respond.
     fn set_faults(&self, faults: LinkFaults) -> Result<(), String> {
         let _ = faults;
         Err("this device has no link".into())
     }
 
-    /// Holds the next matching transfer in flight, or with `None` releases the transfer that is held.
+    /// Holds the next matching transfer in flight, or with `None`, releases the held transfer.
     ///
     /// # Errors
     ///
     /// The device cannot hold transfers.
     fn hold(&self, transfer: Option<HeldTransfer>) -> Result<(), String> {
         let _ = transfer;
-        Err("this device holds no transfer".into())
+        Err("this device cannot hold transfers".into())
     }
 
-    /// Returns the transfer that is held, as a JSON object.
+    /// Returns the held transfer, as a JSON object.
     ///
     /// # Errors
     ///
     /// The device cannot hold transfers.
     fn held(&self) -> Result<Value, String> {
-        Err("this device holds no transfer".into())
+        Err("this device cannot hold transfers".into())
     }
 
-    /// Says whether changes of memory keys wait for transfers by the key.
+    /// Sets whether changes of a memory key wait for transfers by that key.
     ///
     /// # Errors
     ///
-    /// There are no keys.
+    /// The device has no memory keys.
     fn set_drain(&self, on: bool) -> Result<(), String> {
         let _ = on;
         Err("this device has no memory keys".into())
     }
 
-    /// Simulates a failure of the device for its driver.
+    /// Makes the device report a health syndrome to its driver.
     ///
     /// # Errors
     ///
-    /// The device cannot simulate a failure.
+    /// The device cannot report a health syndrome.
     fn fail(&self, syndrome: u8) -> Result<(), String> {
         let _ = syndrome;
-        Err("this device cannot look broken".into())
+        Err("this device cannot report a health syndrome".into())
     }
 }
 
-/// A transfer that is to be held; what is not named may be anything.
+/// Selects the transfer to hold. A missing field matches any transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HeldTransfer {
-    /// Its queue pair.
+    /// Queue pair number.
     pub qpn: Option<u32>,
-    /// Whether it writes to memory.
+    /// Whether the transfer writes to memory.
     pub write: Option<bool>,
-    /// Its length in bytes, at least.
+    /// Minimum length in bytes.
     pub min_bytes: u64,
 }
 
-/// What goes wrong on a link; what is not named is nothing.
+/// Faults of a network link. The default of each is no fault.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LinkFaults {
-    /// How long a packet takes, in microseconds.
+    /// Delay of each packet, in microseconds.
     pub delay_us: u32,
-    /// Part of the packets that are lost, 0 to 1.
+    /// Fraction of packets that are lost, 0 to 1.
     pub loss: f64,
-    /// The n-th packet from now on is lost; 0 for none.
+    /// Number of the packet that is lost, counted from this request on; 0 for none.
     pub lose_nth: u64,
-    /// Part of the packets that arrive twice, 0 to 1.
+    /// Fraction of packets that arrive twice, 0 to 1.
     pub duplicate: f64,
-    /// Part of the packets that change places with the next, 0 to 1.
+    /// Fraction of packets that are swapped with the next one, 0 to 1.
     pub reorder: f64,
 }
 
@@ -156,8 +157,8 @@ impl LinkFaults {
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
 enum Request {
-    Get(Subject),
-    Reset(Resettable),
+    Get(GetKind),
+    Reset(ResetKind),
     Link(Value),
     Hold(Value),
     Drain(bool),
@@ -166,7 +167,7 @@ enum Request {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Subject {
+enum GetKind {
     Counters,
     State,
     Hold,
@@ -174,54 +175,54 @@ enum Subject {
 
 #[derive(Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Resettable {
+enum ResetKind {
     Counters,
 }
 
-/// Whether there is somebody at the other end, and still something at this one.
+/// Whether a client is connected, and whether the device has failed.
 #[derive(Debug, Default)]
-struct Presence {
+struct DeviceStatus {
     connected: AtomicBool,
     dead: AtomicBool,
 }
 
-/// Answers requests about one device; clones answer about the same.
+/// Handles requests for one device. Clones refer to the same device.
 #[derive(Clone)]
 pub struct Control {
-    device: Arc<dyn Controlled>,
-    presence: Arc<Presence>,
+    device: Arc<dyn ControlTarget>,
+    status: Arc<DeviceStatus>,
 }
 
 impl fmt::Debug for Control {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Control").field("presence", &self.presence).finish()
+        f.debug_struct("Control").field("status", &self.status).finish()
     }
 }
 
 impl Control {
-    /// Answers for this device.
-    pub fn new(device: Arc<dyn Controlled>) -> Self {
+    /// Handles requests for `device`.
+    pub fn new(device: Arc<dyn ControlTarget>) -> Self {
         Self {
             device,
-            presence: Arc::default(),
+            status: Arc::default(),
         }
     }
 
-    /// Says whether an emulator is connected, for the answers.
+    /// Sets whether a client is connected. Part of the state that requests read.
     pub fn set_connected(&self, connected: bool) {
-        self.presence.connected.store(connected, Ordering::Relaxed);
+        self.status.connected.store(connected, Ordering::Relaxed);
     }
 
-    /// Says that the device has broken down and will be served no more, for the answers.
+    /// Sets that the device has panicked and is not served any more. Part of the state that requests read.
     pub fn set_dead(&self) {
-        self.presence.dead.store(true, Ordering::Relaxed);
+        self.status.dead.store(true, Ordering::Relaxed);
     }
 
-    /// Listens at `path` and answers everyone, each on a thread of its own, as long as the process lives.
+    /// Listens at `path`, and serves each connection on a thread of its own until the process ends.
     ///
     /// # Errors
     ///
-    /// If the socket cannot be made.
+    /// The socket or the thread cannot be created.
     pub fn listen(self, path: &Path) -> io::Result<()> {
         let listener = Listener::bind(path)?;
         std::thread::Builder::new().name("control".into()).spawn(move || {
@@ -229,13 +230,13 @@ impl Control {
                 let answer = listener.accept().and_then(|stream| {
                     let control = self.clone();
                     std::thread::Builder::new().name("control".into()).spawn(move || {
-                        if let Err(error) = control.answer_all(&stream) {
-                            warn!(%error, "control connection");
+                        if let Err(error) = control.serve_connection(&stream) {
+                            warn!(%error, "control connection failed");
                         }
                     })
                 });
                 if let Err(error) = answer {
-                    warn!(%error, "control socket");
+                    warn!(%error, "cannot accept control connections any more");
                     return;
                 }
             }
@@ -243,9 +244,9 @@ impl Control {
         Ok(())
     }
 
-    fn answer_all(&self, stream: &UnixStream) -> io::Result<()> {
-        stream.set_read_timeout(Some(IDLE))?;
-        stream.set_write_timeout(Some(IDLE))?;
+    fn serve_connection(&self, stream: &UnixStream) -> io::Result<()> {
+        stream.set_read_timeout(Some(IDLE_TIMEOUT))?;
+        stream.set_write_timeout(Some(IDLE_TIMEOUT))?;
         let mut reader = BufReader::new(stream);
         let mut writer = stream;
         loop {
@@ -260,7 +261,7 @@ impl Control {
             }
             let complete = line.ends_with(b"\n") || n as u64 != MAX_LINE;
             let mut answer = if complete {
-                self.answer(&line).to_string()
+                self.handle_request(&line).to_string()
             } else {
                 json!({"ok": false, "error": "the request is too long"}).to_string()
             };
@@ -272,11 +273,11 @@ impl Control {
         }
     }
 
-    /// Answers one request.
-    pub fn answer(&self, request: &[u8]) -> Value {
+    /// Handles one request, and returns the response.
+    pub fn handle_request(&self, request: &[u8]) -> Value {
         let answer = serde_json::from_slice(request)
             .map_err(|error| error.to_string())
-            .and_then(|request| self.carry_out(request));
+            .and_then(|request| self.execute(request));
         match answer {
             Ok(None) => json!({"ok": true}),
             Ok(Some((name, value))) => json!({"ok": true, name: value}),
@@ -284,21 +285,21 @@ impl Control {
         }
     }
 
-    fn carry_out(&self, request: Request) -> Result<Option<(&'static str, Value)>, String> {
+    fn execute(&self, request: Request) -> Result<Option<(&'static str, Value)>, String> {
         match request {
-            Request::Get(Subject::Counters) => Ok(Some(("counters", self.counters()?))),
-            Request::Get(Subject::State) => Ok(Some(("state", self.state()?))),
-            Request::Get(Subject::Hold) => Ok(Some(("hold", self.device.held()?))),
+            Request::Get(GetKind::Counters) => Ok(Some(("counters", self.counters()?))),
+            Request::Get(GetKind::State) => Ok(Some(("state", self.state()?))),
+            Request::Get(GetKind::Hold) => Ok(Some(("hold", self.device.held()?))),
             Request::Hold(Value::String(word)) if word == "release" => self.device.hold(None).map(|()| None),
             Request::Hold(transfer @ Value::Object(_)) => {
                 let transfer = serde_json::from_value(transfer).map_err(|error| format!("hold: {error}"))?;
                 self.device.hold(Some(transfer)).map(|()| None)
             }
             Request::Hold(other) => Err(format!(
-                "hold is {other}: it must be \"release\" or which transfer is to be held"
+                "hold is {other}: it must be \"release\" or an object that selects a transfer"
             )),
             Request::Drain(on) => self.device.set_drain(on).map(|()| None),
-            Request::Reset(Resettable::Counters) => self.device.reset_counters().map(|()| None),
+            Request::Reset(ResetKind::Counters) => self.device.reset_counters().map(|()| None),
             Request::Link(Value::String(word)) if word == "up" => self.device.set_link(true).map(|()| None),
             Request::Link(Value::String(word)) if word == "down" => self.device.set_link(false).map(|()| None),
             Request::Link(faults @ Value::Object(_)) => {
@@ -306,25 +307,25 @@ impl Control {
                 self.device.set_faults(faults.check()?).map(|()| None)
             }
             Request::Link(other) => Err(format!(
-                "link is {other}: it must be \"up\", \"down\" or what goes wrong on it"
+                "link is {other}: it must be \"up\", \"down\" or an object with faults"
             )),
             Request::Fail(syndrome) => self.device.fail(syndrome).map(|()| None),
         }
     }
 
-    /// The counters by name.
+    /// Returns the counters by name, as a JSON object. A value may be an object of counters.
     ///
     /// # Errors
     ///
-    /// The device does not answer.
+    /// The device does not respond.
     pub fn counters(&self) -> Result<Value, String> {
         self.device.counters()
     }
 
     fn state(&self) -> Result<Value, String> {
         let mut state = self.device.state()?;
-        state["connected"] = json!(self.presence.connected.load(Ordering::Relaxed));
-        state["dead"] = json!(self.presence.dead.load(Ordering::Relaxed));
+        state["connected"] = json!(self.status.connected.load(Ordering::Relaxed));
+        state["dead"] = json!(self.status.dead.load(Ordering::Relaxed));
         Ok(state)
     }
 }
@@ -334,11 +335,11 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// A device that remembers what was done with its link.
+    /// A device that records the requests for its link.
     #[derive(Default)]
-    struct Linked(Mutex<Vec<String>>);
+    struct RecordingDevice(Mutex<Vec<String>>);
 
-    impl Controlled for Linked {
+    impl ControlTarget for RecordingDevice {
         fn counters(&self) -> Result<Value, String> {
             Err("no answer".into())
         }
@@ -360,9 +361,9 @@ mod tests {
 
     #[test]
     fn links_are_controlled() {
-        let device = Arc::new(Linked::default());
-        let control = Control::new(Arc::clone(&device) as Arc<dyn Controlled>);
-        let ask = |request: &str| control.answer(request.as_bytes());
+        let device = Arc::new(RecordingDevice::default());
+        let control = Control::new(Arc::clone(&device) as Arc<dyn ControlTarget>);
+        let request = |request: &str| control.handle_request(request.as_bytes());
         for good in [
             r#"{"link":"down"}"#,
             r#"{"link":"up"}"#,
@@ -370,7 +371,7 @@ mod tests {
             r#"{"link":{}}"#,
             r#"{"reset":"counters"}"#,
         ] {
-            assert_eq!(ask(good), json!({"ok": true}), "{good}");
+            assert_eq!(request(good), json!({"ok": true}), "{good}");
         }
         let faults = |delay_us, loss| LinkFaults {
             delay_us,
@@ -387,22 +388,22 @@ mod tests {
             ]
         );
         for (bad, error) in [
-            (r#"{"hold":{"qpn":64}}"#, "holds no transfer"),
-            (r#"{"hold":"release"}"#, "holds no transfer"),
+            (r#"{"hold":{"qpn":64}}"#, "cannot hold transfers"),
+            (r#"{"hold":"release"}"#, "cannot hold transfers"),
             (r#"{"hold":"it"}"#, "must be"),
             (r#"{"hold":{"length":1}}"#, "hold: unknown field `length`"),
-            (r#"{"get":"hold"}"#, "holds no transfer"),
+            (r#"{"get":"hold"}"#, "cannot hold transfers"),
             (r#"{"drain":false}"#, "no memory keys"),
             (r#"{"link":"sideways"}"#, "must be"),
             (r#"{"link":7}"#, "must be"),
             (r#"{"link":{"loss":1.5}}"#, "from 0 to 1"),
             (r#"{"link":{"reorder":-1}}"#, "from 0 to 1"),
             (r#"{"link":{"delay":1}}"#, "unknown field"),
-            (r#"{"fail":1}"#, "cannot look broken"),
+            (r#"{"fail":1}"#, "cannot report a health syndrome"),
             (r#"{"fail":256}"#, "256"),
             (r#"{"get":"counters"}"#, "no answer"),
         ] {
-            let answer = ask(bad);
+            let answer = request(bad);
             assert_eq!(answer["ok"], false, "{bad}");
             assert!(answer["error"].as_str().unwrap().contains(error), "{bad}: {answer}");
         }
@@ -410,8 +411,8 @@ mod tests {
 
     #[test]
     fn presence_is_part_of_the_state() {
-        let control = Control::new(Arc::new(Linked::default()));
-        let state = |control: &Control| control.answer(br#"{"get":"state"}"#)["state"].clone();
+        let control = Control::new(Arc::new(RecordingDevice::default()));
+        let state = |control: &Control| control.handle_request(br#"{"get":"state"}"#)["state"].clone();
         assert_eq!(
             state(&control),
             json!({"link": true, "connected": false, "dead": false})

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! NICs on the control socket, and the subnet that a configuration asks for.
+//! Control requests of NICs, and the subnet of a configuration.
 
 use std::time::Duration;
 
@@ -10,14 +10,14 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::config::Config;
-use crate::control::{Controlled, HeldTransfer, LinkFaults};
+use crate::control::{ControlTarget, HeldTransfer, LinkFaults};
 
 impl Config {
-    /// The subnet between the NICs.
+    /// Creates the subnet that connects the NICs.
     ///
     /// # Errors
     ///
-    /// The switches and links make none.
+    /// The switches and links form no valid topology.
     pub fn subnet(&self) -> Result<Fabric, TopologyError> {
         let topology = Topology {
             switches: self.switch.iter().map(|switch| switch.name.clone()).collect(),
@@ -27,13 +27,13 @@ impl Config {
     }
 }
 
-/// Converts a worker's answer into JSON, or into a message.
+/// Converts the result of a request to the NIC into JSON, or into an error message.
 fn json<T: Serialize>(answer: Result<T, impl std::fmt::Display>) -> Result<Value, String> {
     let answer = answer.map_err(|error| error.to_string())?;
     serde_json::to_value(answer).map_err(|error| error.to_string())
 }
 
-impl Controlled for Handle {
+impl ControlTarget for Handle {
     fn counters(&self) -> Result<Value, String> {
         json(self.report())
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A process that serves devices: each waits at its socket for one client after another, and a signal ends them all.
+//! Serves devices: each listens at its socket for one client after another. A signal ends all of them in order.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,122 +17,122 @@ use tracing::{error, info};
 
 use crate::control::Control;
 
-/// How long clients may take to be served to their end after a signal.
-const END_TIMEOUT: Duration = Duration::from_secs(60);
+/// Maximum time after a signal until all connections have ended.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Where a device is found.
+/// Paths of a device's sockets and files.
 #[derive(Clone, Debug)]
-pub struct Place {
-    /// Unix socket for the emulator.
+pub struct DevicePaths {
+    /// UNIX domain socket for the vfio-user client.
     pub socket: PathBuf,
-    /// Unix socket that answers questions, if there is to be one.
+    /// Control socket, if the device has one.
     pub control: Option<PathBuf>,
-    /// File to write the counters to, as JSON, whenever a client has gone and at the end.
+    /// File for the counters in JSON, if any. Written when a client has disconnected, and at the end of the process.
     pub counters: Option<PathBuf>,
 }
 
-impl Place {
+impl DevicePaths {
     /// Removes the sockets.
     fn clear(&self) {
         for socket in std::iter::once(&self.socket).chain(&self.control) {
-            // Gone already is as good.
+            // Fails if the file was removed already.
             let _ = std::fs::remove_file(socket);
         }
     }
 }
 
-/// A place at which somebody listens.
+/// The listening sockets of a device.
 #[derive(Debug)]
-pub struct Seat {
+pub struct DeviceServer {
     name: String,
-    place: Place,
+    paths: DevicePaths,
     control: Control,
     listener: Listener,
 }
 
-/// Makes an error say which path it is about.
-fn at(path: &Path) -> impl FnOnce(io::Error) -> io::Error {
+/// Adds the path to an error of listening.
+fn listen_error(path: &Path) -> impl FnOnce(io::Error) -> io::Error {
     let path = path.display().to_string();
     move |error| io::Error::new(error.kind(), format!("cannot listen on {path}: {error}"))
 }
 
-impl Seat {
-    /// Listens for a device called `name`.
+impl DeviceServer {
+    /// Listens on the sockets of the device `name`.
     ///
     /// # Errors
     ///
-    /// A socket cannot be made.
-    pub fn take(name: &str, place: Place, control: Control) -> io::Result<Self> {
-        if let Some(path) = &place.control {
-            control.clone().listen(path).map_err(at(path))?;
+    /// A socket cannot be created.
+    pub fn bind(name: &str, paths: DevicePaths, control: Control) -> io::Result<Self> {
+        if let Some(path) = &paths.control {
+            control.clone().listen(path).map_err(listen_error(path))?;
         }
-        let listener = Listener::bind(&place.socket).map_err(at(&place.socket))?;
+        let listener = Listener::bind(&paths.socket).map_err(listen_error(&paths.socket))?;
         Ok(Self {
             name: name.to_owned(),
-            place,
+            paths,
             control,
             listener,
         })
     }
 
-    /// Returns the function that removes this seat when the process ends.
-    pub fn at_end(&self) -> impl FnOnce() + Send + 'static {
-        let (name, place, control) = (self.name.clone(), self.place.clone(), self.control.clone());
+    /// Returns a function that writes the counters and removes the sockets, for the end of the process.
+    pub fn cleanup(&self) -> impl FnOnce() + Send + 'static {
+        let (name, paths, control) = (self.name.clone(), self.paths.clone(), self.control.clone());
         move || {
-            save_counters(&name, &place, &control);
-            place.clear();
+            save_counters(&name, &paths, &control);
+            paths.clear();
         }
     }
 
-    /// Serves `device` to one client after another, until the process ends, or with `once` until the first has gone. A
-    /// device that panics, or whose worker did, is not served again; nothing else suffers.
+    /// Serves `device` to one client after another, until the process ends, or with `once`, to one client. A device
+    /// that panics, on the serving thread or on a thread of its own, is not served again; other devices continue.
     ///
-    /// Returns the device if the process is about to end: its worker answers the last question for counters, so the caller keeps
-    /// the device until the process exits.
+    /// Returns the device if the process is about to end. The last read of the counters needs the device's worker, so
+    /// the caller must keep the device until the process exits.
     ///
     /// # Errors
     ///
-    /// Nobody can be waited for any more.
+    /// Those of accept.
     pub fn serve(
         self,
         mut device: Box<dyn Device>,
         health: &Health,
-        ending: &Ending,
+        shutdown: &ProcessShutdown,
         once: bool,
     ) -> io::Result<Option<Box<dyn Device>>> {
         let name = &*self.name;
         loop {
             let stream = self.listener.accept()?;
             info!(name, "client connected");
-            let client = ending.serving(stream.try_clone()?);
+            let client = shutdown.add_client(stream.try_clone()?);
             self.control.set_connected(true);
             let result = catch_unwind(AssertUnwindSafe(|| serve(stream, &mut *device)));
             self.control.set_connected(false);
             if let Ok(Err(error)) = &result {
-                error!(name, %error, "connection lost");
+                error!(name, %error, "the connection ended with an error");
             }
             if result.is_err() || !health.is_good() {
-                error!(name, "the device is dead");
+                error!(name, "the device panicked and is not served any more");
                 self.control.set_dead();
             }
-            save_counters(name, &self.place, &self.control);
-            let ends = ending.served(client);
+            save_counters(name, &self.paths, &self.control);
+            let shutting_down = shutdown.remove_client(client);
             if result.is_err() || !health.is_good() {
-                // What it is made of may be half done, and panic again.
+                // The panic may have left the device inconsistent, and dropping it may panic too.
                 let _ = catch_unwind(AssertUnwindSafe(|| drop(device)));
                 return Ok(None);
             }
-            if ends || once {
-                self.place.clear();
-                return Ok(ends.then_some(device));
+            if shutting_down || once {
+                self.paths.clear();
+                return Ok(shutting_down.then_some(device));
             }
         }
     }
 }
 
-/// Writes the counters beside the file and moves them into place, so that nobody reads half of them.
-fn save_counters(name: &str, place: &Place, control: &Control) {
-    let Some(path) = &place.counters else { return };
+/// Writes the counters to a new file and renames it, so that a reader never sees an incomplete file.
+fn save_counters(name: &str, paths: &DevicePaths, control: &Control) {
+    let Some(path) = &paths.counters else { return };
     let mut new = path.as_os_str().to_owned();
     new.push(".new");
     let result = control.counters().and_then(|counters| {
@@ -147,85 +147,85 @@ fn save_counters(name: &str, place: &Place, control: &Control) {
 
 #[derive(Debug, Default)]
 struct State {
-    ending: bool,
-    next: u64,
+    requested: bool,
+    next_id: u64,
     clients: BTreeMap<u64, UnixStream>,
 }
 
-/// Lets a signal end the clients' connections first: an emulator in the middle of an access survives that, but not a
-/// socket closed with its request unread.
+/// Ends the connections of all clients before the process exits. QEMU survives a proper shutdown during an access, but
+/// aborts if the socket is closed with an unread request.
 #[derive(Debug, Default)]
-pub struct Ending {
+pub struct ProcessShutdown {
     state: Mutex<State>,
     idle: Condvar,
 }
 
-impl Ending {
+impl ProcessShutdown {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A client is about to be served. Returns what [`Ending::served`] wants.
-    fn serving(&self, stream: UnixStream) -> u64 {
+    /// Adds a client that is about to be served, and returns its ID for [`Self::remove_client`].
+    fn add_client(&self, stream: UnixStream) -> u64 {
         let mut state = self.lock();
-        if state.ending {
+        if state.requested {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        let client = state.next;
-        state.next += 1;
+        let client = state.next_id;
+        state.next_id += 1;
         state.clients.insert(client, stream);
         client
     }
 
-    /// Records that the client has disconnected. Returns whether the process has to end.
-    fn served(&self, client: u64) -> bool {
+    /// Removes a client that has disconnected. Returns whether the end of the process was requested.
+    fn remove_client(&self, client: u64) -> bool {
         let mut state = self.lock();
         state.clients.remove(&client);
         self.idle.notify_all();
-        state.ending
+        state.requested
     }
 
-    /// Returns whether the process has to end.
-    pub fn has_begun(&self) -> bool {
-        self.lock().ending
+    /// Returns whether the end of the process was requested.
+    pub fn is_requested(&self) -> bool {
+        self.lock().requested
     }
 
-    /// The process shall end: cuts all clients off and waits until they were served to their end.
+    /// Starts the end of the process: shuts all connections down, and waits until none is served any more.
     fn begin(&self) {
         let mut state = self.lock();
-        state.ending = true;
+        state.requested = true;
         for stream in state.clients.values() {
-            // Fails only if the client was faster.
+            // Fails only if the client has closed the connection already.
             let _ = stream.shutdown(Shutdown::Both);
         }
         let waited = self
             .idle
-            .wait_timeout_while(state, END_TIMEOUT, |state| !state.clients.is_empty());
+            .wait_timeout_while(state, SHUTDOWN_TIMEOUT, |state| !state.clients.is_empty());
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         if !state.clients.is_empty() {
             error!(
                 clients = state.clients.len(),
-                "clients were not served to an end within {} s",
-                END_TIMEOUT.as_secs()
+                "clients are still being served {} s after the signal",
+                SHUTDOWN_TIMEOUT.as_secs()
             );
         }
     }
 
-    /// Ends the process in good order on SIGTERM and SIGINT: clients first, then what `seats` want done.
+    /// On SIGTERM or SIGINT, ends all connections, calls [`DeviceServer::cleanup`] of `servers`, and exits.
     ///
     /// # Errors
     ///
-    /// Signals cannot be watched for.
-    pub fn on_signals<'a>(self: &Arc<Self>, seats: impl IntoIterator<Item = &'a Seat>) -> io::Result<()> {
-        let last: Vec<_> = seats.into_iter().map(Seat::at_end).collect();
+    /// Signals cannot be handled.
+    pub fn on_signals<'a>(self: &Arc<Self>, servers: impl IntoIterator<Item = &'a DeviceServer>) -> io::Result<()> {
+        let cleanups: Vec<_> = servers.into_iter().map(DeviceServer::cleanup).collect();
         let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT])?;
-        let ending = Arc::clone(self);
+        let shutdown = Arc::clone(self);
         std::thread::Builder::new().name("signals".into()).spawn(move || {
             if signals.forever().next().is_none() {
                 return;
             }
-            ending.begin();
-            last.into_iter().for_each(|last| last());
+            shutdown.begin();
+            cleanups.into_iter().for_each(|cleanup| cleanup());
             std::process::exit(0);
         })?;
         Ok(())
@@ -235,16 +235,16 @@ impl Ending {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::Controlled;
+    use crate::control::ControlTarget;
     use p2pmem_vfio_user::client::Client;
     use p2pmem_vfio_user::{Bus, ConfigBuilder, ConfigSpace, Region, Worker};
     use serde_json::{Value, json};
     use std::sync::mpsc;
     use std::time::Instant;
 
-    struct Nothing;
+    struct FixedCounters;
 
-    impl Controlled for Nothing {
+    impl ControlTarget for FixedCounters {
         fn counters(&self) -> Result<Value, String> {
             Ok(json!({"things": 3}))
         }
@@ -256,22 +256,22 @@ mod tests {
         }
     }
 
-    /// A device whose register 0 makes it panic, on the serving thread or on its worker.
-    struct Fragile {
+    /// A device that panics when register 0 is written: on the serving thread for 0, otherwise on its worker.
+    struct PanickingDevice {
         bus: Bus,
         config: ConfigSpace,
         region: Region,
         worker: Worker,
-        tell: mpsc::Sender<()>,
+        panic_request: mpsc::Sender<()>,
     }
 
-    impl Fragile {
+    impl PanickingDevice {
         fn new() -> Self {
             let bus = Bus::new(1);
-            let (tell, told) = mpsc::channel();
-            let worker = Worker::spawn("fragile", bus.clone(), move || {
-                if told.recv().is_ok() {
-                    panic!("the worker, on purpose");
+            let (panic_request, panic_requests) = mpsc::channel();
+            let worker = Worker::spawn("panicking", bus.clone(), move || {
+                if panic_requests.recv().is_ok() {
+                    panic!("deliberate panic of the worker");
                 }
             });
             Self {
@@ -279,12 +279,12 @@ mod tests {
                 config: ConfigBuilder::new(1, 1).build().unwrap(),
                 region: Region::registers(4096),
                 worker: worker.unwrap(),
-                tell,
+                panic_request,
             }
         }
     }
 
-    impl Device for Fragile {
+    impl Device for PanickingDevice {
         fn bus(&self) -> &Bus {
             &self.bus
         }
@@ -297,52 +297,52 @@ mod tests {
         fn read(&mut self, _region: u32, _offset: u64, _data: &mut [u8]) {}
         fn write(&mut self, _region: u32, _offset: u64, data: &[u8]) {
             match data[0] {
-                0 => panic!("the serving thread, on purpose"),
-                _ => self.tell.send(()).unwrap(),
+                0 => panic!("deliberate panic of the serving thread"),
+                _ => self.panic_request.send(()).unwrap(),
             }
         }
         fn reset(&mut self) {}
     }
 
-    fn dies_of(value: u8) {
+    fn panic_ends_device(value: u8) {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
-        let place = Place {
+        let paths = DevicePaths {
             socket: path("device"),
             control: Some(path("control")),
             counters: Some(path("counters")),
         };
-        let control = Control::new(Arc::new(Nothing));
-        let seat = Seat::take("fragile", place, control.clone()).unwrap();
-        let device = Fragile::new();
+        let control = Control::new(Arc::new(FixedCounters));
+        let server = DeviceServer::bind("panicking", paths, control.clone()).unwrap();
+        let device = PanickingDevice::new();
         let health = device.worker.health();
-        let ending = Arc::new(Ending::default());
+        let shutdown = Arc::new(ProcessShutdown::default());
         let server = std::thread::spawn({
-            let (health, ending) = (health.clone(), Arc::clone(&ending));
-            // Made into a trait object in the thread, as it is not one that can be sent.
-            move || seat.serve(Box::new(device), &health, &ending, false).map(drop)
+            let (health, shutdown) = (health.clone(), Arc::clone(&shutdown));
+            // Converted to a trait object in the thread, because `dyn Device` is not `Send`.
+            move || server.serve(Box::new(device), &health, &shutdown, false).map(drop)
         });
         let connect = || UnixStream::connect(path("device")).map(|stream| Client::new(stream).unwrap());
         let mut client = connect().unwrap();
         client.version().unwrap();
         drop(client);
-        // A client that goes is followed by the next.
+        // When a client disconnects, the next one can connect.
         let mut client = connect().unwrap();
         client.version().unwrap();
-        let state = |name: &str| control.answer(br#"{"get":"state"}"#)["state"][name].clone();
+        let state = |name: &str| control.handle_request(br#"{"get":"state"}"#)["state"][name].clone();
         assert_eq!((state("connected"), state("dead")), (json!(true), json!(false)));
         let _ = client.write(0, 0, &[value; 4]);
         let deadline = Instant::now() + Duration::from_secs(60);
         let mut data = [0; 4];
         while client.read(0, 0, &mut data).is_ok() {
-            assert!(Instant::now() < deadline, "the connection should end");
+            assert!(Instant::now() < deadline, "the connection does not end");
         }
         server.join().unwrap().unwrap();
         assert_eq!((state("connected"), state("dead")), (json!(false), json!(true)));
-        assert!(connect().is_err(), "nobody waits for clients of a dead device");
+        assert!(connect().is_err(), "the socket of a device that panicked still listens");
         assert!(
             UnixStream::connect(path("control")).is_ok(),
-            "but questions are answered"
+            "the control socket of a device that panicked does not listen"
         );
         let counters: Value = serde_json::from_slice(&std::fs::read(path("counters")).unwrap()).unwrap();
         assert_eq!(counters, json!({"things": 3}));
@@ -350,22 +350,22 @@ mod tests {
 
     #[test]
     fn a_panic_of_a_device_is_the_end_of_it() {
-        dies_of(0);
+        panic_ends_device(0);
     }
 
     #[test]
     fn a_panic_of_a_worker_is_the_end_of_its_device() {
-        dies_of(1);
+        panic_ends_device(1);
     }
 
     #[test]
     fn a_socket_that_cannot_be_is_named() {
-        let place = Place {
+        let paths = DevicePaths {
             socket: "/nonexistent/device".into(),
             control: None,
             counters: None,
         };
-        let error = Seat::take("x", place, Control::new(Arc::new(Nothing))).unwrap_err();
+        let error = DeviceServer::bind("x", paths, Control::new(Arc::new(FixedCounters))).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/device"));
     }
 }

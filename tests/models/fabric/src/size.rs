@@ -6,7 +6,7 @@
 ///
 /// # Errors
 ///
-/// A message that states what is wrong.
+/// A message that says why the text is invalid.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, shift) = match text.char_indices().next_back() {
         Some((at, 'k' | 'K')) => (&text[..at], 10),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The control socket of a device: requests, answers, and the names in them.
+//! The control socket of a device: requests, responses, and the names in them.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -34,14 +34,14 @@ fn control_requests_are_checked() {
         b"\xff\xfe",
         b"{\"get\":\"state\",\"reset\":\"counters\"}",
     ] {
-        let answer = control.answer(bad);
+        let answer = control.handle_request(bad);
         assert_eq!(answer["ok"], false, "{}", String::from_utf8_lossy(bad));
         assert!(answer["error"].is_string());
     }
-    let state = control.answer(b"{\"get\":\"state\"}\n");
+    let state = control.handle_request(b"{\"get\":\"state\"}\n");
     assert_eq!(state["state"]["memory"], SIZE);
     assert_eq!(state["state"]["bar2_address"], Value::Null);
-    let counters = control.answer(b"{\"get\":\"counters\"}");
+    let counters = control.handle_request(b"{\"get\":\"counters\"}");
     for (_, name) in Counter::ALL {
         assert_eq!(counters["counters"][name], 0, "{name}");
     }
@@ -49,7 +49,7 @@ fn control_requests_are_checked() {
         counters["counters"]["by_target"]["host"],
         json!({"read": 0, "written": 0})
     );
-    assert_eq!(control.answer(b"{\"reset\":\"counters\"}")["ok"], true);
+    assert_eq!(control.handle_request(b"{\"reset\":\"counters\"}")["ok"], true);
 }
 
 #[test]
@@ -66,7 +66,7 @@ fn control_socket_answers_line_by_line() {
         let answer: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
         assert_eq!(answer["ok"], request != "nonsense");
     }
-    // The socket refuses a line without an end and closes, instead of storing it without a limit.
+    // A line without an end is rejected at the maximum length, and the connection is closed.
     let _ = stream.write_all(&vec![b'x'; 70_000]);
     let answer: Value = serde_json::from_str(&lines.next().unwrap().unwrap()).unwrap();
     assert_eq!(answer["error"], "the request is too long");

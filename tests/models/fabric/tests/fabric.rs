@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The fabric process: its devices reach each other, end one by one without harm to the others, and all together by a
-//! signal.
+//! The fabric process: devices access each other's memory, a failing device does not affect the others, and a signal
+//! ends all of them.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,7 +15,7 @@ use p2pmem_vfio_user::proto::CONFIG_REGION;
 use serde_json::{Value, json};
 
 const TIMEOUT: Duration = Duration::from_secs(120);
-/// Where the guests put their BARs.
+/// Bus address of the first BAR in each guest.
 const WINDOW: u64 = 0x10_0000_0000;
 
 struct Fabric {
@@ -24,7 +24,8 @@ struct Fabric {
 }
 
 impl Fabric {
-    /// Starts a process for `text`, in which DIR stands for the folder of the sockets, and waits until it listens.
+    /// Starts a process with the configuration `text`, in which DIR is replaced by the folder of the sockets, and waits
+    /// until the process listens.
     fn start(text: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let text = text.replace("DIR", &folder.path().display().to_string());
@@ -43,13 +44,13 @@ impl Fabric {
         self.folder.path().join(name)
     }
 
-    fn plug(&self, name: &str) -> Client {
+    fn connect(&self, name: &str) -> Client {
         let mut client = Client::new(UnixStream::connect(self.path(&format!("{name}.sock"))).unwrap()).unwrap();
         client.version().unwrap();
         client
     }
 
-    fn ask(&self, name: &str, request: &Value) -> Value {
+    fn control_request(&self, name: &str, request: &Value) -> Value {
         let mut stream = UnixStream::connect(self.path(&format!("{name}.ctl"))).unwrap();
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         writeln!(stream, "{request}").unwrap();
@@ -59,14 +60,14 @@ impl Fabric {
     }
 
     fn counter(&self, name: &str, counter: &str) -> u64 {
-        let answer = self.ask(name, &json!({"get": "counters"}));
+        let answer = self.control_request(name, &json!({"get": "counters"}));
         answer["counters"][counter]
             .as_u64()
             .unwrap_or_else(|| panic!("{answer}"))
     }
 
-    /// Sends the signal and waits for the end, which must be a good one.
-    fn end(&mut self, signal: rustix::process::Signal) {
+    /// Sends the signal and waits for the end of the process. Fails if the exit status is not 0.
+    fn terminate(&mut self, signal: rustix::process::Signal) {
         let id = rustix::process::Pid::from_child(&self.process);
         rustix::process::kill_process(id, signal).unwrap();
         let deadline = Instant::now() + TIMEOUT;
@@ -83,7 +84,7 @@ impl Fabric {
 
 impl Drop for Fabric {
     fn drop(&mut self) {
-        // Ended already is as good.
+        // Fails if the process has ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -139,7 +140,7 @@ const NICS: &str = r#"
     control = "DIR/b.ctl"
 "#;
 
-/// Lets a device decode its memory at `address`, do DMA, and know that there is something in the window.
+/// Enables bus mastering and a device's memory at `address`, and maps 1 GiB from `WINDOW` on without a file descriptor.
 fn bring_up(client: &mut Client, address: u64) {
     client
         .write(CONFIG_REGION, 0x18, &(address as u32).to_le_bytes())
@@ -151,7 +152,7 @@ fn bring_up(client: &mut Client, address: u64) {
     client.dma_map(WINDOW, 1 << 30, None).unwrap();
 }
 
-/// Lets an accelerator do something, and says how it went.
+/// Runs an operation of an accelerator, and returns its status.
 fn run(client: &mut Client, op: Op, length: u64, argument: u64) -> Status {
     for (register, value) in [
         (reg::OP, op as u64),
@@ -173,10 +174,10 @@ fn run(client: &mut Client, op: Op, length: u64, argument: u64) -> Status {
 #[test]
 fn accelerators_of_one_guest_reach_each_other() {
     let fabric = Fabric::start(ACCELS);
-    let (mut first, mut second, mut other) = (fabric.plug("accel0"), fabric.plug("accel1"), fabric.plug("b"));
+    let (mut first, mut second, mut other) = (fabric.connect("accel0"), fabric.connect("accel1"), fabric.connect("b"));
     bring_up(&mut first, WINDOW);
     bring_up(&mut second, WINDOW + (1 << 20));
-    // The same place in another guest is another place.
+    // The same address in another guest is other memory.
     bring_up(&mut other, WINDOW + (1 << 20));
     assert_eq!(run(&mut first, Op::Pattern, 1 << 20, 7), Status::Ok);
     assert_eq!(run(&mut first, Op::DmaOut, 1 << 20, WINDOW + (1 << 20)), Status::Ok);
@@ -188,10 +189,10 @@ fn accelerators_of_one_guest_reach_each_other() {
     assert!(there.iter().all(|byte| *byte == 0));
     assert_eq!(fabric.counter("accel0", "peer_written"), 1 << 20);
     assert_eq!(fabric.counter("accel0", "message_written"), 0);
-    // One guest's device going does not concern the others, and it can come again.
+    // A client that disconnects does not affect the other devices, and another client can connect.
     drop(second);
     let deadline = Instant::now() + TIMEOUT;
-    let state = |name| fabric.ask(name, &json!({"get": "state"}))["state"].clone();
+    let state = |name| fabric.control_request(name, &json!({"get": "state"}))["state"].clone();
     while state("accel1")["connected"] == true {
         assert!(Instant::now() < deadline, "{}", state("accel1"));
     }
@@ -199,21 +200,21 @@ fn accelerators_of_one_guest_reach_each_other() {
         run(&mut first, Op::DmaOut, 4096, WINDOW + (1 << 20)),
         Status::Unreachable
     );
-    let mut second = fabric.plug("accel1");
+    let mut second = fabric.connect("accel1");
     bring_up(&mut second, WINDOW + (1 << 20));
     assert_eq!(run(&mut first, Op::DmaOut, 4096, WINDOW + (1 << 20)), Status::Ok);
     assert_eq!(state("accel0")["bar2_address"], WINDOW);
-    let refused = fabric.ask("accel0", &json!({"link": "down"}));
+    let refused = fabric.control_request("accel0", &json!({"link": "down"}));
     assert_eq!(refused["error"], "this device has no link");
 }
 
 #[test]
 fn nics_are_served_and_controlled() {
     let mut fabric = Fabric::start(NICS);
-    let mut nic = fabric.plug("nic0");
+    let mut nic = fabric.connect("nic0");
     assert_eq!(nic.read32(CONFIG_REGION, 0).unwrap(), 0x101b_15b3);
     let state = |name| {
-        let answer = fabric.ask(name, &json!({"get": "state"}));
+        let answer = fabric.control_request(name, &json!({"get": "state"}));
         assert_eq!(answer["ok"], true, "{answer}");
         answer["state"].clone()
     };
@@ -229,20 +230,27 @@ fn nics_are_served_and_controlled() {
         json!({"link": "down"}),
         json!({"reset": "counters"}),
     ] {
-        assert_eq!(fabric.ask("nic0", &request), json!({"ok": true}), "{request}");
+        assert_eq!(
+            fabric.control_request("nic0", &request),
+            json!({"ok": true}),
+            "{request}"
+        );
     }
     assert_eq!(
         (state("nic0")["link"].clone(), state("b")["link"].clone()),
         (json!(false), json!(true))
     );
-    assert_eq!(fabric.ask("nic0", &json!({"link": "up"})), json!({"ok": true}));
+    assert_eq!(
+        fabric.control_request("nic0", &json!({"link": "up"})),
+        json!({"ok": true})
+    );
     assert_eq!(state("nic0")["link"], true);
-    let counters = fabric.ask("b", &json!({"get": "counters"}))["counters"].clone();
+    let counters = fabric.control_request("b", &json!({"get": "counters"}))["counters"].clone();
     for group in ["payload", "bus", "wire", "transport", "adapter", "registers"] {
         assert!(!counters[group].is_null(), "{group} in {counters}");
     }
     assert_eq!(counters["payload"]["host_written"], 0);
-    fabric.end(rustix::process::Signal::TERM);
+    fabric.terminate(rustix::process::Signal::TERM);
     let text = std::fs::read(fabric.path("nic0.json")).unwrap();
     let counters: Value = serde_json::from_slice(&text).unwrap();
     assert_eq!(counters["bus"]["host"], json!({"read": 0, "written": 0}));
@@ -251,23 +259,23 @@ fn nics_are_served_and_controlled() {
 #[test]
 fn a_client_without_manners_ends_alone() {
     let fabric = Fabric::start(ACCELS);
-    let mut first = fabric.plug("accel0");
-    let mut rude = UnixStream::connect(fabric.path("accel1.sock")).unwrap();
-    rude.write_all(&[0xff; 64]).unwrap();
-    rude.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let mut first = fabric.connect("accel0");
+    let mut invalid = UnixStream::connect(fabric.path("accel1.sock")).unwrap();
+    invalid.write_all(&[0xff; 64]).unwrap();
+    invalid.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut rest = Vec::new();
-    let _ = rude.read_to_end(&mut rest);
+    let _ = invalid.read_to_end(&mut rest);
     assert_eq!(run(&mut first, Op::Nop, 0, 0), Status::Ok);
-    fabric.plug("accel1");
+    fabric.connect("accel1");
 }
 
 #[test]
 fn a_signal_ends_them_all() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let mut fabric = Fabric::start(ACCELS);
-        let mut first = fabric.plug("accel0");
+        let mut first = fabric.connect("accel0");
         assert_eq!(run(&mut first, Op::Fill, 4096, 1), Status::Ok);
-        fabric.end(signal);
+        fabric.terminate(signal);
         let mut data = [0; 4];
         assert!(first.read(0, 0, &mut data).is_err());
         for name in ["accel0", "accel1", "b"] {

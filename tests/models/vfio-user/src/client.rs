@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A small client of the protocol, with which devices are tested without an emulator.
+//! A small client of the protocol, to test devices without QEMU.
 //!
-//! While it waits for a reply it answers the server's DMA requests from a function given to it, as an emulator's bus
-//! would. Every wait has the bound of the stream's read timeout, [`REPLY_TIMEOUT`].
+//! While the client waits for a reply, it replies to the server's DMA messages by a function that the test sets, as
+//! QEMU does from its memory. Each wait ends after the read timeout of the stream, [`REPLY_TIMEOUT`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -15,36 +15,36 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::proto::{self, DmaAccess, Header, command, message};
 use crate::stream::{self, Message, ReceiveError};
 
-/// How long a reply may take.
+/// Maximum time to wait for a reply.
 pub const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The server refused it with this errno.
-    #[error("refused with errno {0}")]
+    /// The server sent an error reply with this errno.
+    #[error("the server refused the command with errno {0}")]
     Refused(u32),
     /// The server closed the connection.
-    #[error("connection closed")]
+    #[error("the server closed the connection")]
     Closed,
-    /// The server sent something that is no answer.
-    #[error("not an answer: {0}")]
+    /// The server sent a message that is not a valid reply.
+    #[error("the server sent an invalid reply: {0}")]
     Protocol(&'static str),
-    /// The socket failed or a wait took too long.
+    /// The socket failed, or a wait timed out.
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// An answer.
+/// A reply.
 #[derive(Debug)]
-pub struct Answer {
-    /// What follows the header.
+pub struct Reply {
+    /// The bytes after the header.
     pub body: Vec<u8>,
-    /// Descriptors that came with it.
+    /// The file descriptors of the message.
     pub fds: Vec<OwnedFd>,
 }
 
-/// An access of the device to the client's bus: address, data, and whether the device writes. Reads fill the data in. An
+/// Executes a DMA access of the device: bus address, data, and whether the device writes. A read fills in the data. An
 /// error is an errno.
 pub type BusHandler = Box<dyn FnMut(u64, &mut [u8], bool) -> Result<(), u32> + Send>;
 
@@ -56,11 +56,11 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client on a connected socket, whose bus answers nothing.
+    /// A client on a connected socket. DMA accesses fail with `ENODEV`, see [`Client::set_bus`].
     ///
     /// # Errors
     ///
-    /// Those of setting the timeout.
+    /// Those of setting the timeouts.
     pub fn new(stream: UnixStream) -> io::Result<Self> {
         stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
         stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
@@ -71,17 +71,17 @@ impl Client {
         })
     }
 
-    /// Answers the device's DMA messages with `bus` from now on.
+    /// Executes the device's DMA messages by `bus` from now on.
     pub fn set_bus(&mut self, bus: BusHandler) {
         self.bus = bus;
     }
 
-    /// The socket, for sending what no client should.
+    /// The socket, to send invalid messages.
     pub fn stream(&self) -> &UnixStream {
         &self.stream
     }
 
-    /// Sends a command without waiting for anything.
+    /// Sends a command and returns its message ID. Does not wait for the reply.
     ///
     /// # Errors
     ///
@@ -99,22 +99,22 @@ impl Client {
         Ok(id)
     }
 
-    /// Sends a command and waits for its answer.
+    /// Sends a command and waits for the reply.
     ///
     /// # Errors
     ///
     /// See [`ClientError`].
-    pub fn request(&mut self, command: u16, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> Result<Answer, ClientError> {
+    pub fn request(&mut self, command: u16, parts: &[&[u8]], fds: &[BorrowedFd<'_>]) -> Result<Reply, ClientError> {
         let id = self.send(command, 0, parts, fds)?;
         self.answer(id, command)
     }
 
-    /// Waits for the answer to the command with this id.
+    /// Waits for the reply to the command with this message ID.
     ///
     /// # Errors
     ///
     /// See [`ClientError`].
-    pub fn answer(&mut self, id: u16, command: u16) -> Result<Answer, ClientError> {
+    pub fn answer(&mut self, id: u16, command: u16) -> Result<Reply, ClientError> {
         loop {
             let Message { header, body, fds, .. } = self.receive()?;
             if header.flags & message::TYPE == 0 {
@@ -122,12 +122,12 @@ impl Client {
                 continue;
             }
             if (header.id, header.command) != (id, command) {
-                return Err(ClientError::Protocol("an answer to something else"));
+                return Err(ClientError::Protocol("reply to another command"));
             }
             if header.flags & message::ERROR != 0 {
                 return Err(ClientError::Refused(header.error));
             }
-            return Ok(Answer { body, fds });
+            return Ok(Reply { body, fds });
         }
     }
 
@@ -136,17 +136,18 @@ impl Client {
             Ok(message) => Ok(message),
             Err(ReceiveError::Closed) => Err(ClientError::Closed),
             Err(ReceiveError::Io(error)) => Err(error.into()),
-            Err(_) => Err(ClientError::Protocol("a broken message")),
+            Err(_) => Err(ClientError::Protocol("message with an invalid size, or incomplete")),
         }
     }
 
     fn serve_dma(&mut self, header: &Header, mut body: Vec<u8>) -> Result<(), ClientError> {
         let head = size_of::<DmaAccess>();
-        let (access, data) = DmaAccess::read_from_prefix(&body).map_err(|_| ClientError::Protocol("a short DMA"))?;
-        let count = usize::try_from(access.count).map_err(|_| ClientError::Protocol("a long DMA"))?;
+        let (access, data) =
+            DmaAccess::read_from_prefix(&body).map_err(|_| ClientError::Protocol("DMA message is too short"))?;
+        let count = usize::try_from(access.count).map_err(|_| ClientError::Protocol("DMA message is too long"))?;
         let write = header.command == command::DMA_WRITE;
         if write && data.len() != count || count > proto::MAX_TRANSFER {
-            return Err(ClientError::Protocol("a DMA of the wrong length"));
+            return Err(ClientError::Protocol("DMA message has the wrong length"));
         }
         body.resize(head + count, 0);
         let mut reply = Header {
@@ -165,7 +166,7 @@ impl Client {
         Ok(stream::send(&self.stream, &bytes, &[])?)
     }
 
-    /// Negotiates the version, as the emulator does.
+    /// Negotiates the protocol version, and returns the server's version data.
     ///
     /// # Errors
     ///
@@ -173,13 +174,13 @@ impl Client {
     pub fn version(&mut self) -> Result<serde_json::Value, ClientError> {
         let json = b"{\"capabilities\":{\"max_msg_fds\":16,\"max_data_xfer_size\":1048576}}\0";
         let version = proto::Version { major: 0, minor: 0 };
-        let answer = self.request(command::VERSION, &[version.as_bytes(), json], &[])?;
-        let json = answer.body.get(4..).and_then(|json| json.strip_suffix(&[0]));
+        let reply = self.request(command::VERSION, &[version.as_bytes(), json], &[])?;
+        let json = reply.body.get(4..).and_then(|json| json.strip_suffix(&[0]));
         json.and_then(|json| serde_json::from_slice(json).ok())
-            .ok_or(ClientError::Protocol("no capabilities"))
+            .ok_or(ClientError::Protocol("VERSION reply has no capabilities"))
     }
 
-    /// Asks about a region; the bytes are those of its capabilities.
+    /// Gets region information: the structure, the bytes of its capabilities, and the file descriptors.
     ///
     /// # Errors
     ///
@@ -190,9 +191,9 @@ impl Client {
             index,
             ..Default::default()
         };
-        let Answer { body, fds } = self.request(command::DEVICE_GET_REGION_INFO, &[request.as_bytes()], &[])?;
+        let Reply { body, fds } = self.request(command::DEVICE_GET_REGION_INFO, &[request.as_bytes()], &[])?;
         let (info, rest) =
-            proto::RegionInfo::read_from_prefix(&body).map_err(|_| ClientError::Protocol("a short answer"))?;
+            proto::RegionInfo::read_from_prefix(&body).map_err(|_| ClientError::Protocol("reply is too short"))?;
         Ok((info, rest.to_vec(), fds))
     }
 
@@ -202,15 +203,15 @@ impl Client {
     ///
     /// See [`ClientError`].
     pub fn read(&mut self, region: u32, offset: u64, data: &mut [u8]) -> Result<(), ClientError> {
-        let count = u32::try_from(data.len()).map_err(|_| ClientError::Protocol("a long access"))?;
+        let count = u32::try_from(data.len()).map_err(|_| ClientError::Protocol("access has 4 GiB or more"))?;
         let access = proto::RegionAccess { offset, region, count };
-        let answer = self.request(command::REGION_READ, &[access.as_bytes()], &[])?;
-        match answer.body.get(size_of::<proto::RegionAccess>()..) {
+        let reply = self.request(command::REGION_READ, &[access.as_bytes()], &[])?;
+        match reply.body.get(size_of::<proto::RegionAccess>()..) {
             Some(bytes) if bytes.len() == data.len() => {
                 data.copy_from_slice(bytes);
                 Ok(())
             }
-            _ => Err(ClientError::Protocol("a read of another length")),
+            _ => Err(ClientError::Protocol("REGION_READ reply has the wrong length")),
         }
     }
 
@@ -242,13 +243,13 @@ impl Client {
     ///
     /// See [`ClientError`].
     pub fn write(&mut self, region: u32, offset: u64, data: &[u8]) -> Result<(), ClientError> {
-        let count = u32::try_from(data.len()).map_err(|_| ClientError::Protocol("a long access"))?;
+        let count = u32::try_from(data.len()).map_err(|_| ClientError::Protocol("access has 4 GiB or more"))?;
         let access = proto::RegionAccess { offset, region, count };
         self.request(command::REGION_WRITE, &[access.as_bytes(), data], &[])
             .map(drop)
     }
 
-    /// Shares memory: a range of bus addresses and the descriptor behind it, if there is one.
+    /// Maps a range of bus addresses, with the file descriptor and offset of its memory if there is one.
     ///
     /// # Errors
     ///
@@ -273,7 +274,7 @@ impl Client {
             .map(drop)
     }
 
-    /// Takes a range of bus addresses away.
+    /// Unmaps a range of bus addresses.
     ///
     /// # Errors
     ///
@@ -313,7 +314,7 @@ impl Client {
             .map(drop)
     }
 
-    /// Arms vectors from `start` on with these eventfds.
+    /// Sets the eventfds of the MSI-X vectors from `start` on.
     ///
     /// # Errors
     ///
@@ -339,11 +340,11 @@ impl Client {
         self.request(command::DEVICE_RESET, &[], &[]).map(drop)
     }
 
-    /// Reads a u32 register over and over until `done` is true of it, at most for `timeout`.
+    /// Reads a 32-bit register repeatedly until `done` is true of its value, for at most `timeout`.
     ///
     /// # Errors
     ///
-    /// See [`ClientError`]; `TimedOut` if it never was.
+    /// See [`ClientError`]; `TimedOut` if `done` was not true in time.
     pub fn poll32(
         &mut self,
         region: u32,

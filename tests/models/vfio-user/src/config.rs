@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! PCI configuration space: a builder for its layout, and the space itself with what of it can be written.
+//! PCI configuration space: a builder, and the space itself with its writable bits.
 //!
-//! The emulator implements the BAR registers for the guest, and forwards every write, the sizing of BARs included. They
-//! are implemented here as well, so that the device knows its own bus addresses and the space is complete without help.
+//! The client emulates the BAR registers for the guest and forwards every write, also those that size BARs. The BAR
+//! registers are implemented here too, so that the device knows its own bus addresses.
 
 use crate::proto::CONFIG_SIZE;
 
 const SIZE: usize = CONFIG_SIZE as usize;
 
-/// Offsets and bits of the standard header.
+/// Offsets and bits of the type 0 header.
 mod header {
     pub const VENDOR: usize = 0x00;
     pub const DEVICE: usize = 0x02;
     pub const COMMAND: usize = 0x04;
     pub const COMMAND_MEMORY: u16 = 1 << 1;
     pub const COMMAND_MASTER: u16 = 1 << 2;
-    /// Memory, master, parity, SERR, INTx disable.
+    /// Memory space, bus master, parity error response, SERR#, interrupt disable.
     pub const COMMAND_WRITABLE: u16 = 0x0546;
     pub const STATUS: usize = 0x06;
     pub const STATUS_CAPABILITIES: u16 = 1 << 4;
@@ -38,9 +38,9 @@ const CAP_MSIX: u8 = 0x11;
 /// Width and prefetchability of a memory BAR.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BarKind {
-    /// 32-bit, not prefetchable: registers.
+    /// 32-bit, not prefetchable. For registers.
     Memory32,
-    /// 64-bit, prefetchable, two BAR slots: memory.
+    /// 64-bit, prefetchable, two BAR registers. For memory.
     Memory64Prefetchable,
 }
 
@@ -69,37 +69,37 @@ impl LinkSpeed {
     }
 }
 
-/// Where the MSI-X structures are.
+/// Location of the MSI-X capability, table and pending bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Msix {
     /// Offset of the capability in the configuration space.
     pub capability: usize,
     /// Number of vectors.
     pub vectors: u16,
-    /// BAR of table and pending bits.
+    /// BAR of the table and the Pending Bit Array.
     pub bar: u8,
     /// Offset of the table in that BAR.
     pub table: u32,
-    /// Offset of the pending bits in that BAR.
+    /// Offset of the Pending Bit Array in that BAR.
     pub pba: u32,
 }
 
 /// Why a configuration space cannot be built.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// There are BARs 0 to 5, and a 64-bit one takes two.
+    /// The index must be 0 to 5 and free; a 64-bit BAR takes two.
     #[error("BAR {0} does not exist or is taken")]
     BarTaken(usize),
-    /// PCI knows only powers of two, from 16 bytes on; below 4 GiB for a 32-bit BAR.
-    #[error("BAR {0} cannot have {1} bytes")]
+    /// The size must be a power of two, at least 16 bytes, and less than 4 GiB for a 32-bit BAR.
+    #[error("BAR {0} has an invalid size of {1} bytes")]
     BarSize(usize, u64),
-    /// MSI-X has 1 to 2048 vectors, in a BAR, at offsets divisible by 8 that do not overlap.
-    #[error("MSI-X does not fit its BAR")]
+    /// MSI-X has 1 to 2048 vectors; its table and Pending Bit Array are in a BAR, at multiples of 8, without overlap.
+    #[error("MSI-X: the number of vectors, or the location of the table or the Pending Bit Array, is invalid")]
     Msix,
-    /// A link has 1, 2, 4, 8, 12, 16 or 32 lanes.
-    #[error("a link cannot have {0} lanes")]
+    /// The link width must be 1, 2, 4, 8, 12, 16 or 32 lanes.
+    #[error("a PCIe link cannot have {0} lanes")]
     LinkWidth(u8),
-    /// The capabilities are too large for the space they are in.
+    /// The capabilities exceed their part of the configuration space.
     #[error("no space for capability {0:#x}")]
     NoSpace(u16),
     /// Body and mask of a capability differ in length.
@@ -113,20 +113,20 @@ struct Bar {
     kind: BarKind,
 }
 
-/// Lays out a configuration space. Errors are kept until [`ConfigBuilder::build`].
+/// Builds a configuration space. [`ConfigBuilder::build`] returns the first error of all calls.
 #[derive(Debug)]
 pub struct ConfigBuilder {
     space: ConfigSpace,
-    /// Where the next capability goes, and where its offset must be written.
-    next: usize,
-    link: usize,
+    /// Offset of the next capability, and of the pointer that will refer to it.
+    next_capability: usize,
+    next_pointer: usize,
     next_extended: usize,
     last_extended: Option<usize>,
     error: Option<ConfigError>,
 }
 
 impl ConfigBuilder {
-    /// A type 0 header with these ids and nothing else.
+    /// A type 0 header with these IDs, without BARs and capabilities.
     pub fn new(vendor: u16, device: u16) -> Self {
         let mut space = ConfigSpace {
             bytes: Box::new([0; SIZE]),
@@ -146,8 +146,8 @@ impl ConfigBuilder {
         space.mask[header::INTERRUPT_LINE] = 0xff;
         Self {
             space,
-            next: header::END,
-            link: header::CAPABILITIES,
+            next_capability: header::END,
+            next_pointer: header::CAPABILITIES,
             next_extended: header::EXTENDED,
             last_extended: None,
             error: None,
@@ -158,13 +158,13 @@ impl ConfigBuilder {
         self.error.get_or_insert(error);
     }
 
-    /// Sets class code (24 bits: base class, subclass, interface) and revision.
+    /// Sets the class code (24 bits: base class, sub-class, programming interface) and the revision ID.
     pub fn class(mut self, class: u32, revision: u8) -> Self {
         self.space.put32(header::REVISION, (class << 8) | u32::from(revision));
         self
     }
 
-    /// Sets the subsystem ids; without it they are the device's own.
+    /// Sets the subsystem IDs. The default is the vendor ID and device ID.
     pub fn subsystem(mut self, vendor: u16, device: u16) -> Self {
         self.space.put16(header::SUBSYSTEM_VENDOR, vendor);
         self.space.put16(header::SUBSYSTEM, device);
@@ -174,11 +174,11 @@ impl ConfigBuilder {
     /// Adds memory BAR `index` of `size` bytes.
     pub fn bar(mut self, index: usize, size: u64, kind: BarKind) -> Self {
         let slots = if kind == BarKind::Memory64Prefetchable { 2 } else { 1 };
-        let follows_wide = index
+        let follows_64bit = index
             .checked_sub(1)
             .and_then(|before| self.space.bars.get(before))
             .is_some_and(|bar| matches!(bar, Some(bar) if bar.kind == BarKind::Memory64Prefetchable));
-        if index > 6 - slots || follows_wide || self.space.bars[index..index + slots].iter().any(Option::is_some) {
+        if index > 6 - slots || follows_64bit || self.space.bars[index..index + slots].iter().any(Option::is_some) {
             self.fail(ConfigError::BarTaken(index));
             return self;
         }
@@ -198,7 +198,7 @@ impl ConfigBuilder {
         self
     }
 
-    /// Adds a capability with id `id`; `body` is what follows the two-byte header, `writable` a mask of the same length.
+    /// Adds a capability. `body` follows the two-byte header; `writable` is a bit mask of the same length.
     pub fn capability(mut self, id: u8, body: &[u8], writable: &[u8]) -> Self {
         self.add_capability(id, body, writable);
         self
@@ -209,7 +209,7 @@ impl ConfigBuilder {
             self.fail(ConfigError::Mask(id.into()));
             return None;
         }
-        let at = self.next;
+        let at = self.next_capability;
         let end = at + 2 + body.len();
         if end > header::EXTENDED {
             self.fail(ConfigError::NoSpace(id.into()));
@@ -218,15 +218,15 @@ impl ConfigBuilder {
         self.space.bytes[at] = id;
         self.space.bytes[at + 2..end].copy_from_slice(body);
         self.space.mask[at + 2..end].copy_from_slice(writable);
-        // Not truncated: capabilities lie below 0x100.
-        self.space.bytes[self.link] = at as u8;
+        // No truncation: capabilities lie below 0x100.
+        self.space.bytes[self.next_pointer] = at as u8;
         self.space.put16(header::STATUS, header::STATUS_CAPABILITIES);
-        self.link = at + 1;
-        self.next = end.next_multiple_of(4);
+        self.next_pointer = at + 1;
+        self.next_capability = end.next_multiple_of(4);
         Some(at)
     }
 
-    /// Adds an extended capability; `body` is what follows the four-byte header, `writable` a mask of the same length.
+    /// Adds an extended capability. `body` follows the four-byte header; `writable` is a bit mask of the same length.
     pub fn extended_capability(mut self, id: u16, version: u8, body: &[u8], writable: &[u8]) -> Self {
         let at = self.next_extended;
         let end = at + 4 + body.len();
@@ -250,12 +250,12 @@ impl ConfigBuilder {
         self
     }
 
-    /// Adds the capability Device Serial Number, which distinguishes several equal devices.
+    /// Adds a Device Serial Number capability, which distinguishes devices of one model.
     pub fn serial(self, serial: u64) -> Self {
         self.extended_capability(0x0003, 1, &serial.to_le_bytes(), &[0; 8])
     }
 
-    /// Adds power management (D0 and D3hot, nothing is lost in between).
+    /// Adds a Power Management capability: D0 and D3hot, without a soft reset on return to D0.
     pub fn power_management(self) -> Self {
         let mut body = [0; 6];
         body[..2].copy_from_slice(&0x0003_u16.to_le_bytes());
@@ -263,8 +263,8 @@ impl ConfigBuilder {
         self.capability(CAP_PM, &body, &[0, 0, 0b11, 0, 0, 0])
     }
 
-    /// Adds the PCI Express capability of an endpoint with a link of this speed and `lanes`, trained to both, and with
-    /// function-level reset.
+    /// Adds the PCI Express capability of an endpoint with function-level reset. `speed` and `lanes` are the maximum
+    /// and the current state of the link.
     pub fn pcie(mut self, speed: LinkSpeed, lanes: u8) -> Self {
         if ![1, 2, 4, 8, 12, 16, 32].contains(&lanes) {
             self.fail(ConfigError::LinkWidth(lanes));
@@ -272,7 +272,7 @@ impl ConfigBuilder {
         }
         let mut body = [0; 58];
         let mut mask = [0; 58];
-        // `at` is a register's offset in the capability; the body starts after its two-byte header.
+        // `at` is the offset of a register in the capability. `body` starts after the two-byte header.
         let mut put16 = |at: usize, value: u16| body[at - 2..at].copy_from_slice(&value.to_le_bytes());
         let link = u16::from(speed as u8) | (u16::from(lanes) << 4);
         put16(2, 0x0002);
@@ -282,7 +282,8 @@ impl ConfigBuilder {
         put16(18, link);
         put16(44, ((1_u16 << speed as u8) - 1) << 1);
         put16(48, u16::from(speed as u8));
-        // Device control (the reset bit reads as 0), link control, device control 2, link control 2.
+        // Writable: Device Control (without Initiate Function Level Reset, which reads as 0), Link Control, Device
+        // Control 2, Link Control 2.
         mask[6..8].copy_from_slice(&0x7fff_u16.to_le_bytes());
         mask[14..16].copy_from_slice(&0x01c3_u16.to_le_bytes());
         mask[38..40].copy_from_slice(&0x001f_u16.to_le_bytes());
@@ -291,7 +292,7 @@ impl ConfigBuilder {
         self
     }
 
-    /// Adds MSI-X with `vectors` vectors, its table and pending bits in BAR `bar`, which must have been added before.
+    /// Adds MSI-X with `vectors` vectors, table and Pending Bit Array in BAR `bar`. Add the BAR before.
     pub fn msix(mut self, vectors: u16, bar: u8, table: u32, pba: u32) -> Self {
         let size = self
             .space
@@ -327,7 +328,7 @@ impl ConfigBuilder {
     ///
     /// # Errors
     ///
-    /// The first error of the calls before.
+    /// The first error of all calls of the builder.
     pub fn build(mut self) -> Result<ConfigSpace, ConfigError> {
         self.space.initial = self.space.bytes.clone();
         match self.error {
@@ -341,9 +342,9 @@ impl ConfigBuilder {
 #[derive(Clone, Debug)]
 pub struct ConfigSpace {
     bytes: Box<[u8; SIZE]>,
-    /// What a reset brings back.
+    /// The values after a reset.
     initial: Box<[u8; SIZE]>,
-    /// Which bits a write changes.
+    /// The writable bits.
     mask: Box<[u8; SIZE]>,
     bars: [Option<Bar>; 6],
     pcie: Option<usize>,
@@ -376,7 +377,7 @@ impl ConfigSpace {
         self.mask[at..at + 4].copy_from_slice(&mask.to_le_bytes());
     }
 
-    /// Reads; what lies outside of the space reads as ones.
+    /// Reads. Bytes beyond the end read as 0xff.
     pub fn read(&self, offset: usize, data: &mut [u8]) {
         for (i, byte) in data.iter_mut().enumerate() {
             *byte = offset
@@ -387,7 +388,7 @@ impl ConfigSpace {
         }
     }
 
-    /// Writes the bits that can be written.
+    /// Writes the writable bits. Bytes beyond the end are ignored.
     pub fn write(&mut self, offset: usize, data: &[u8]) {
         for (i, byte) in data.iter().enumerate() {
             let Some(at) = offset.checked_add(i).filter(|at| *at < SIZE) else {
@@ -395,7 +396,7 @@ impl ConfigSpace {
             };
             let mask = self.mask[at];
             self.bytes[at] = self.bytes[at] & !mask | byte & mask;
-            // The high byte of the PCIe capability's device control holds the function-level reset.
+            // Bit 15 of Device Control is Initiate Function Level Reset.
             if self.pcie.is_some_and(|pcie| at == pcie + 9) && byte & 0x80 != 0 {
                 self.reset_requested = true;
             }
@@ -407,7 +408,7 @@ impl ConfigSpace {
         std::mem::take(&mut self.reset_requested)
     }
 
-    /// Gives everything that can be written the value it had at first, as a reset does.
+    /// Sets all writable bits to their initial values, as a reset does.
     pub fn reset(&mut self) {
         for ((byte, initial), mask) in self.bytes.iter_mut().zip(self.initial.iter()).zip(self.mask.iter()) {
             *byte = *byte & !mask | initial & mask;
@@ -415,42 +416,42 @@ impl ConfigSpace {
         self.reset_requested = false;
     }
 
-    /// Sets bytes whatever the mask says, for capabilities that the device itself changes.
+    /// Sets bytes regardless of the writable bits, for capabilities that the device changes itself.
     ///
     /// # Panics
     ///
-    /// If the range lies outside of the space, which is the device's mistake.
+    /// If the range exceeds the configuration space.
     pub fn set(&mut self, offset: usize, data: &[u8]) {
         self.bytes[offset..offset + data.len()].copy_from_slice(data);
     }
 
-    /// Whether the function may do DMA.
+    /// Whether the Bus Master Enable bit is set.
     pub fn bus_master(&self) -> bool {
         self.get16(header::COMMAND) & header::COMMAND_MASTER != 0
     }
 
-    /// Whether the function's BARs answer.
+    /// Whether the Memory Space Enable bit is set.
     pub fn memory_enabled(&self) -> bool {
         self.get16(header::COMMAND) & header::COMMAND_MEMORY != 0
     }
 
-    /// Where MSI-X is, if there is any.
+    /// Location of MSI-X, if the device has it.
     pub fn msix(&self) -> Option<Msix> {
         self.msix
     }
 
-    /// Whether MSI-X is switched on.
+    /// Whether the MSI-X Enable bit is set.
     pub fn msix_enabled(&self) -> bool {
         self.msix
             .is_some_and(|msix| self.bytes[msix.capability + 3] & 0x80 != 0)
     }
 
-    /// Size of BAR `index` in bytes; 0 if there is none.
+    /// Size of BAR `index` in bytes; 0 if there is no such BAR.
     pub fn bar_size(&self, index: usize) -> u64 {
         self.bars.get(index).copied().flatten().map_or(0, |bar| bar.size)
     }
 
-    /// Bus address of BAR `index`, if it has one, answers, and is not just being sized.
+    /// Bus address of BAR `index`, if the BAR exists, is decoded, has an address, and is not being sized.
     pub fn bar_address(&self, index: usize) -> Option<u64> {
         let bar = self.bars.get(index).copied().flatten()?;
         let at = header::BARS + 4 * index;
@@ -463,7 +464,7 @@ impl ConfigSpace {
         (self.memory_enabled() && address != 0 && address != sizing).then_some(address)
     }
 
-    /// Returns the bus addresses of all BARs: see [`ConfigSpace::bar_address`].
+    /// Returns the bus addresses of all BARs, see [`ConfigSpace::bar_address`].
     pub(crate) fn bar_addresses(&self) -> [Option<u64>; 6] {
         std::array::from_fn(|index| self.bar_address(index))
     }
@@ -498,7 +499,7 @@ mod tests {
             }
             at = usize::from(space.bytes[at + 1]);
         }
-        panic!("the capability list does not end");
+        panic!("the capability list has a loop");
     }
 
     #[test]
@@ -557,7 +558,7 @@ mod tests {
         assert_eq!(space.get32(0x10), 0xffff_0000);
         assert_eq!(space.get32(0x18), 0x0000_000c);
         assert_eq!(space.get32(0x1c), 0xffff_fffe);
-        assert_eq!(space.bar_address(0), None, "sizing is no address");
+        assert_eq!(space.bar_address(0), None, "a BAR that is being sized has no address");
         assert_eq!(space.bar_address(2), None);
         space.write(0x10, &0xfe00_0000_u32.to_le_bytes());
         space.write(0x18, &0x38_0000_0000_u64.to_le_bytes());
@@ -566,7 +567,7 @@ mod tests {
         assert_eq!(space.bar_address(3), None);
         assert_eq!(space.bar_address(6), None);
         space.write(4, &[0, 0]);
-        assert_eq!(space.bar_address(2), None, "memory is off");
+        assert_eq!(space.bar_address(2), None, "a BAR that is not decoded has no address");
     }
 
     #[test]
@@ -582,7 +583,7 @@ mod tests {
         let at = find(&space, CAP_PCIE).unwrap();
         assert_eq!(space.get16(at + 8) & 0x8000, 0, "the reset bit reads as 0");
         space.reset();
-        assert!(space.bytes == before, "a reset brings every writable bit back");
+        assert!(space.bytes == before, "a reset restores all writable bits");
         let mut past = [0; 4];
         space.read(SIZE - 2, &mut past);
         assert_eq!(past[2..], [0xff, 0xff]);

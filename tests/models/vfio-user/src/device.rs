@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a device model implements, and what it is given.
+//! The trait of a device model, and the types that the library provides for it.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,65 +9,69 @@ use crate::config::ConfigSpace;
 use crate::dma::Dma;
 use crate::irq::Irqs;
 use crate::memory::Memory;
-use crate::peers::{NameTaken, Offer, Peers};
+use crate::peers::{NameTaken, PeerHandle, Peers};
 
-/// What a device does by itself: DMA and interrupts. It outlives connections; clones stand for the same bus.
+/// DMA and interrupts of a device. A bus outlives connections. Clones refer to the same bus.
 #[derive(Clone, Debug)]
 pub struct Bus {
     /// Access to bus addresses.
     pub dma: Dma,
     /// MSI-X.
     pub irqs: Irqs,
-    /// Memory of this device that others reach directly.
-    offers: Arc<Mutex<Vec<Offer>>>,
+    /// Memory of this device that peers access directly.
+    peer_handles: Arc<Mutex<Vec<PeerHandle>>>,
     peers: Option<Peers>,
 }
 
 impl Bus {
-    /// A bus for a device with `vectors` MSI-X vectors; nothing is connected to it yet.
+    /// A bus for a device with `vectors` MSI-X vectors, without a client.
     pub fn new(vectors: u16) -> Self {
-        Self::make(vectors, None)
+        Self::with_peers(vectors, None)
     }
 
-    /// As [`Bus::new`], for a device that reaches the memory of `peers` directly.
+    /// As [`Bus::new`], for a device that accesses the memory of `peers` directly.
     pub fn among(vectors: u16, peers: &Peers) -> Self {
-        Self::make(vectors, Some(peers.clone()))
+        Self::with_peers(vectors, Some(peers.clone()))
     }
 
-    fn make(vectors: u16, peers: Option<Peers>) -> Self {
+    fn with_peers(vectors: u16, peers: Option<Peers>) -> Self {
         Self {
             dma: Dma::new(peers.clone()),
             irqs: Irqs::new(vectors),
-            offers: Arc::default(),
+            peer_handles: Arc::default(),
             peers,
         }
     }
 
-    /// Lets the peers of this device, if it has any, reach `memory`, which is all of BAR `region`, wherever the guest puts
-    /// that BAR. It ends with the last clone of this bus. `name` is what the bytes are counted under.
+    /// Gives the peers of this device direct access to `memory`, which is all of BAR `region`, at the address that the
+    /// guest assigns to that BAR. Does nothing without peers. Access ends when the last clone of this bus is dropped.
+    /// Peers count the bytes under `name`.
     ///
     /// # Errors
     ///
-    /// [`NameTaken`].
+    /// [`NameTaken`] if another peer has this name.
     pub fn offer(&self, region: u32, name: &str, memory: &Arc<Memory>) -> Result<(), NameTaken> {
         if let Some(peers) = &self.peers {
-            let offer = peers.offer(region, name, Arc::clone(memory))?;
-            self.offers.lock().unwrap_or_else(PoisonError::into_inner).push(offer);
+            let handle = peers.add(region, name, Arc::clone(memory))?;
+            self.peer_handles
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .push(handle);
         }
         Ok(())
     }
 
-    /// Ends the connection to the client, which sees the device vanish; for a device that cannot go on. Its serving
-    /// thread returns soon after.
-    pub fn sever(&self) {
-        self.place(&[None; 6]);
-        self.dma.sever();
+    /// Ends the connection to the client, which sees the device disappear. For a device that cannot continue. The
+    /// serving thread returns soon after.
+    pub fn disconnect_client(&self) {
+        self.set_bar_addresses(&[None; 6]);
+        self.dma.shutdown();
     }
 
-    /// Follows the addresses that the BARs have now.
-    pub(crate) fn place(&self, bars: &[Option<u64>; 6]) {
-        for offer in &*self.offers.lock().unwrap_or_else(PoisonError::into_inner) {
-            offer.place(bars.get(offer.region() as usize).copied().flatten());
+    /// Sets the bus address of each BAR; `None` if the BAR is not decoded.
+    pub(crate) fn set_bar_addresses(&self, bars: &[Option<u64>; 6]) {
+        for handle in &*self.peer_handles.lock().unwrap_or_else(PoisonError::into_inner) {
+            handle.set_address(bars.get(handle.region() as usize).copied().flatten());
         }
     }
 }
@@ -81,7 +85,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// A region every access to which is trapped and becomes a call of the device.
+    /// A region that the client cannot map: each access is a call of the device.
     pub fn registers(size: u64) -> Self {
         Self {
             size,
@@ -90,7 +94,7 @@ impl Region {
         }
     }
 
-    /// A region that is memory throughout, mapped by the client.
+    /// A region that is memory, all of which the client can map.
     pub fn memory(memory: Arc<Memory>) -> Self {
         let all = 0..memory.len();
         Self {
@@ -100,17 +104,17 @@ impl Region {
         }
     }
 
-    /// A region of `memory`'s size of which the client maps only the ranges `mapped`, which must be whole pages; the rest
-    /// is trapped.
+    /// A region of the size of `memory`, of which the client can map only the ranges `mapped` (whole pages). Accesses
+    /// to the rest are calls of the device.
     ///
     /// # Panics
     ///
-    /// If a range is empty, not of whole pages, or outside of the memory, which is the device's mistake.
+    /// If a range is empty, is not made of whole pages, or exceeds the memory.
     pub fn mixed(memory: Arc<Memory>, mapped: Vec<Range<u64>>) -> Self {
         for range in &mapped {
             assert!(
                 range.start < range.end && range.end <= memory.len() && (range.start | range.end) % 4096 == 0,
-                "mapped ranges are whole pages of the region: {range:?}"
+                "a mapped range is not made of whole pages of the region: {range:?}"
             );
         }
         Self {
@@ -125,12 +129,12 @@ impl Region {
         self.size
     }
 
-    /// The memory behind the region and the ranges of it that the client maps, if any.
+    /// The memory of the region and the ranges that the client can map, if any.
     pub fn mapped(&self) -> Option<(&Arc<Memory>, &[Range<u64>])> {
         self.memory.as_ref().map(|memory| (memory, self.mapped.as_slice()))
     }
 
-    /// The memory that an access reaches without a call of the device.
+    /// The memory, if the access lies in a range that the client can map and so needs no call of the device.
     pub(crate) fn direct(&self, offset: u64, len: u64) -> Option<&Memory> {
         let end = offset.checked_add(len)?;
         self.mapped
@@ -141,9 +145,9 @@ impl Region {
     }
 }
 
-/// A PCI device. All methods are called on the thread that serves the connection, and must not wait for DMA.
+/// A PCI device. The library calls all methods on the serving thread. They must not wait for DMA.
 pub trait Device {
-    /// The bus the device was made with.
+    /// The bus of the device.
     fn bus(&self) -> &Bus;
 
     /// The configuration space.
@@ -152,29 +156,31 @@ pub trait Device {
     /// BAR `index`, 0 to 5. Its size must be that of the BAR in the configuration space.
     fn region(&self, index: u32) -> Option<&Region>;
 
-    /// A trapped read of a region. It lies inside of the region; any length and alignment is possible. `data` is zeros.
+    /// Reads from a region, outside of the ranges that the client can map. The access lies in the region and has any
+    /// length and alignment. `data` is initially zero.
     fn read(&mut self, region: u32, offset: u64, data: &mut [u8]);
 
-    /// A trapped write to a region. It lies inside of the region; any length and alignment is possible.
+    /// Writes to a region, outside of the ranges that the client can map. The access lies in the region and has any
+    /// length and alignment.
     fn write(&mut self, region: u32, offset: u64, data: &[u8]);
 
-    /// Brings the device's own state to what it is after power-on. Configuration space, DMA and interrupts are reset by
-    /// the caller. Memory keeps its bytes.
+    /// Resets the device's own state to that after power-on. The caller resets configuration space, DMA and interrupts.
+    /// Memory keeps its bytes.
     fn reset(&mut self);
 
-    /// A read of the configuration space, for devices whose capabilities do something when read.
+    /// Reads from the configuration space. For devices with capabilities whose reads have an effect.
     fn config_read(&mut self, offset: usize, data: &mut [u8]) {
         self.config().read(offset, data);
     }
 
-    /// A write to the configuration space, for devices whose capabilities do something when written.
+    /// Writes to the configuration space. For devices with capabilities whose writes have an effect.
     fn config_write(&mut self, offset: usize, data: &[u8]) {
         self.config().write(offset, data);
     }
 
-    /// An access that the client made by message to memory it could have mapped; for statistics.
+    /// Called after a REGION_READ or REGION_WRITE of memory that the client can map. For statistics.
     fn direct_access(&mut self, _region: u32, _len: u64, _write: bool) {}
 
-    /// The client is gone. State is kept, another client may come.
+    /// Called when the client has disconnected. The device keeps its state; another client may connect.
     fn disconnected(&mut self) {}
 }

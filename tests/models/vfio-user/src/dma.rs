@@ -2,16 +2,19 @@
 
 //! DMA by the device: bus addresses, the memory behind them, and the access to it.
 //!
-//! Memory that came with a descriptor is mapped and copied. Memory without one may belong to another device that this
-//! process serves ([`Peers`]), and is copied too. For everything else (a peer's BAR behind another process, memory that the
-//! client emulates, or no memory at all) the device sends messages to the client, which accesses the memory as the device
-//! would on its bus. Such messages are short and sent one at a time. They wait while the client's register access is being
-//! answered, because the client may process them only after the answer.
+//! Memory that the client maps with a file descriptor is mapped in this process and copied. Memory that the client maps
+//! without one may belong to a device that this process serves ([`Peers`]); it is copied too. All other addresses (BARs
+//! of devices of other processes, memory that the client emulates, unmapped addresses) are accessed by DMA_READ and
+//! DMA_WRITE messages, which the client executes as accesses of the device on its bus. Such messages are short, sent
+//! one at a time, and wait while a register access of the client is being answered, because the client may process them
+//! only after the reply.
 
-mod link;
+mod connection;
+mod counters;
 mod table;
 #[cfg(test)]
 mod tests;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -21,22 +24,14 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError, RwLock, RwLockReadGuard};
 
 use rustix::io::Errno;
 
-use crate::memory::{Memory, OutOfBounds};
+use crate::memory::OutOfBounds;
 use crate::peers::{self, Peers};
 use crate::proto;
-use crate::sys::Window;
+use crate::sys::SharedMapping;
+use counters::Counters;
+pub use counters::{DmaCounts, HOST, MESSAGE, Moved, OTHER_MAPPED};
 pub(crate) use table::MAX_MAPS;
-use table::{MappedFile, Table, last_address};
-
-/// Most bytes copied while the table of mappings is held, so that an unmapping waits only shortly.
-const COPY_CHUNK: u64 = 1 << 20;
-
-/// Class of guest memory in [`Dma::by_target`].
-pub const HOST: &str = "host";
-/// Class of memory that came with a descriptor and is neither the guest's nor a known peer's in [`Dma::by_target`].
-pub const OTHER_MAPPED: &str = "mapped";
-/// Class of everything reached by messages in [`Dma::by_target`].
-pub const MESSAGE: &str = "message";
+use table::{DmaTable, MappedFile, last_address};
 
 /// A range of bus addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -47,173 +42,121 @@ pub struct Extent {
     pub len: u64,
 }
 
-/// What is behind a bus address.
+/// The kind of memory behind a bus address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// The guest's memory.
+    /// Guest memory.
     Host,
-    /// A peer's memory that this process has mapped.
+    /// Memory of a peer that is mapped in this process.
     Peer,
-    /// Something reached by messages: a peer's BAR, or nothing.
+    /// Accessed by messages: a BAR of another process, memory that the client emulates, or an unmapped address.
     Message,
 }
 
-/// A piece of an address range with one target.
+/// A part of an address range that has one target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     /// First bus address.
     pub address: u64,
     /// Length in bytes.
     pub len: u64,
-    /// What is there.
+    /// Target of all its bytes.
     pub target: Target,
 }
 
-/// Why a transfer ended early. Bytes before the failing place have been moved.
+/// Why a transfer failed. The bytes before the failing address have been transferred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DmaError {
-    /// The function's bus-master bit is off.
-    #[error("bus mastering is off")]
+    /// The function's Bus Master Enable bit is 0.
+    #[error("bus mastering is disabled")]
     BusMasterOff,
-    /// Nothing answers at the address.
-    #[error("nothing answers at {0:#x}")]
+    /// No memory answers at the address.
+    #[error("no memory at bus address {0:#x}")]
     Unreachable(u64),
-    /// The target does not permit this access.
-    #[error("access to {0:#x} denied")]
+    /// The mapping does not permit this access.
+    #[error("the DMA mapping does not permit the access to {0:#x}")]
     Denied(u64),
-    /// The client did not answer in time.
-    #[error("no answer for {0:#x} in time")]
+    /// The client did not reply in time.
+    #[error("timeout: no reply to the access to {0:#x}")]
     Timeout(u64),
-    /// The client answered with an error, or not with the requested data.
+    /// The client sent an error reply, or a reply that does not match the request.
     #[error("access to {0:#x} failed with errno {1}")]
     Failed(u64, i32),
     /// [`Dma::abort`] was called.
-    #[error("aborted")]
+    #[error("the transfer was aborted")]
     Aborted,
-    /// An atomic access needs a naturally aligned address.
-    #[error("atomic access to {0:#x}, which is not aligned")]
+    /// The address of an atomic access is not naturally aligned.
+    #[error("atomic access to {0:#x} is not aligned")]
     Misaligned(u64),
-    /// There is no client.
-    #[error("not connected")]
+    /// No client is connected.
+    #[error("no client is connected")]
     Disconnected,
-    /// A message would be needed on the thread that serves the client, which would wait for itself.
+    /// The access needs a message, but runs on the thread that serves the client, which would wait for itself.
     #[error("DMA by message on the serving thread")]
     WrongThread,
-    /// The device's own range does not lie in its memory.
+    /// The range in the device's own memory is out of bounds.
     #[error(transparent)]
     Local(#[from] OutOfBounds),
 }
 
-/// Bytes moved, by target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct DmaCounts {
-    /// Read from guest memory.
-    pub host_read: u64,
-    /// Written to guest memory.
-    pub host_written: u64,
-    /// Read from peers' memory mapped here.
-    pub peer_read: u64,
-    /// Written to peers' memory mapped here.
-    pub peer_written: u64,
-    /// Read by messages.
-    pub message_read: u64,
-    /// Written by messages.
-    pub message_written: u64,
-}
-
-/// Bytes moved from and to one target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Moved {
-    /// Read from it.
-    pub read: u64,
-    /// Written to it.
-    pub written: u64,
-}
-
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Direction {
     /// From the bus to the device.
     Read,
     /// From the device to the bus.
     Write,
-    /// Both at once.
+    /// Atomic read and write.
     Update,
-}
-
-/// What was moved from and to one peer.
-#[derive(Debug)]
-struct Named {
-    name: Arc<str>,
-    read: AtomicU64,
-    written: AtomicU64,
-}
-
-/// What was moved, by target.
-#[derive(Debug, Default)]
-struct Tally {
-    host_read: AtomicU64,
-    host_written: AtomicU64,
-    /// All peers together.
-    peer_read: AtomicU64,
-    peer_written: AtomicU64,
-    message_read: AtomicU64,
-    message_written: AtomicU64,
-    /// The peers known by name, each in `peer_read` and `peer_written` as well.
-    named: RwLock<Vec<Named>>,
 }
 
 #[derive(Debug, Default)]
 struct Shared {
-    table: RwLock<Table>,
+    table: RwLock<DmaTable>,
     peers: Option<Peers>,
-    link: Mutex<link::Link>,
-    changed: Condvar,
+    connection: Mutex<connection::Connection>,
+    connection_changed: Condvar,
     bus_master: AtomicBool,
+    /// Number of calls of [`Dma::abort`]. A transfer ends when it changes.
     epoch: AtomicU64,
-    /// Of all handles together.
-    total: Tally,
+    /// Counters of all handles.
+    total: Counters,
 }
 
-/// Access to bus addresses; clones stand for the same bus.
+/// Access to bus addresses. Clones access the same bus.
 #[derive(Clone, Debug)]
 pub struct Dma {
     shared: Arc<Shared>,
-    /// Set where transfers must not outlive an abort.
-    pinned: Option<u64>,
-    /// Set where transfers are counted on their own as well.
-    own: Option<Arc<Tally>>,
+    /// If set, transfers fail with [`DmaError::Aborted`] once the epoch differs from this one.
+    abort_epoch: Option<u64>,
+    /// If set, counters of this handle and its clones, in addition to the total.
+    own_counters: Option<Arc<Counters>>,
 }
 
-/// A part of a transfer: where the bytes are on the bus side.
-enum Part<'a> {
-    Mapped { window: &'a Window, offset: u64 },
-    Message { address: u64 },
+/// The DMA table and the peer table, locked for reading so that no memory is unmapped or moved during a copy.
+struct LockedTables<'a> {
+    table: RwLockReadGuard<'a, DmaTable>,
+    peers: Option<RwLockReadGuard<'a, peers::PeerTable>>,
 }
 
-/// The maps of the bus, held so that nothing is unmapped or moved underneath a copy.
-struct Held<'a> {
-    table: RwLockReadGuard<'a, Table>,
-    peers: Option<RwLockReadGuard<'a, peers::Table>>,
-}
-
-/// What is at an address.
-struct Place<'a> {
-    /// How many bytes have this answer.
+/// The result of looking up a bus address.
+struct Lookup<'a> {
+    /// Number of bytes from the address on for which the result holds.
     run: u64,
-    /// What the client permits; everything where it said nothing.
+    /// Whether the client's mapping permits reads. True if there is no mapping.
     readable: bool,
     writable: bool,
     target: Target,
-    /// The memory and the offset in it, if it is mapped here.
-    memory: Option<(&'a Window, u64)>,
-    /// The peer's name, if it is a known one.
+    /// The memory and the offset in it, if it is mapped in this process.
+    memory: Option<(&'a SharedMapping, u64)>,
+    /// The peer's name, if the memory belongs to a peer in [`Peers`].
     name: Option<&'a Arc<str>>,
 }
 
-impl Held<'_> {
-    fn find(&self, address: u64, len: u64) -> Place<'_> {
+impl LockedTables<'_> {
+    fn find(&self, address: u64, len: u64) -> Lookup<'_> {
         let (found, run) = self.table.find(address, len);
-        let mut place = Place {
+        let mut lookup = Lookup {
             run,
             readable: true,
             writable: true,
@@ -221,123 +164,31 @@ impl Held<'_> {
             memory: None,
             name: None,
         };
-        let Some((start, map)) = found else { return place };
-        (place.readable, place.writable) = (map.readable, map.writable);
-        match (&map.window, &self.peers) {
-            (Some((window, file)), peers) => {
-                place.memory = Some((window, address - start));
+        let Some((start, mapping)) = found else { return lookup };
+        (lookup.readable, lookup.writable) = (mapping.readable, mapping.writable);
+        match (&mapping.memory, &self.peers) {
+            (Some((mapping, file)), peers) => {
+                lookup.memory = Some((mapping, address - start));
                 if self.table.is_host(file) {
-                    place.target = Target::Host;
+                    lookup.target = Target::Host;
                 } else {
-                    place.target = Target::Peer;
+                    lookup.target = Target::Peer;
                     let peer = peers.as_ref().and_then(|peers| peers.by_file(file));
-                    place.name = peer.map(|peer| &peer.name);
+                    lookup.name = peer.map(|peer| &peer.name);
                 }
             }
             (None, Some(peers)) => {
                 let (peer, run) = peers.find(address, run);
-                place.run = run;
+                lookup.run = run;
                 if let Some((peer, offset)) = peer {
-                    place.target = Target::Peer;
-                    place.memory = Some((peer.memory.window(), offset));
-                    place.name = Some(&peer.name);
+                    lookup.target = Target::Peer;
+                    lookup.memory = Some((peer.memory.mapping(), offset));
+                    lookup.name = Some(&peer.name);
                 }
             }
             (None, None) => {}
         }
-        place
-    }
-}
-
-impl Tally {
-    fn counts(&self) -> DmaCounts {
-        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        DmaCounts {
-            host_read: get(&self.host_read),
-            host_written: get(&self.host_written),
-            peer_read: get(&self.peer_read),
-            peer_written: get(&self.peer_written),
-            message_read: get(&self.message_read),
-            message_written: get(&self.message_written),
-        }
-    }
-
-    fn by_target(&self) -> BTreeMap<String, Moved> {
-        let named = self.named.read().unwrap_or_else(PoisonError::into_inner);
-        let mut all = BTreeMap::new();
-        let mut known = Moved::default();
-        for peer in named.iter() {
-            let moved = Moved {
-                read: peer.read.load(Ordering::Relaxed),
-                written: peer.written.load(Ordering::Relaxed),
-            };
-            known.read += moved.read;
-            known.written += moved.written;
-            all.insert(peer.name.to_string(), moved);
-        }
-        drop(named);
-        let counts = self.counts();
-        let mut insert = |name: &str, read, written| all.insert(name.to_owned(), Moved { read, written });
-        insert(HOST, counts.host_read, counts.host_written);
-        insert(MESSAGE, counts.message_read, counts.message_written);
-        // The names were counted before the sum, which is therefore never the smaller one.
-        insert(
-            OTHER_MAPPED,
-            counts.peer_read.saturating_sub(known.read),
-            counts.peer_written.saturating_sub(known.written),
-        );
-        all
-    }
-
-    fn reset(&self) {
-        self.named.write().unwrap_or_else(PoisonError::into_inner).clear();
-        for counter in [
-            &self.host_read,
-            &self.host_written,
-            &self.peer_read,
-            &self.peer_written,
-            &self.message_read,
-            &self.message_written,
-        ] {
-            counter.store(0, Ordering::Relaxed);
-        }
-    }
-
-    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
-        let (read, written) = match target {
-            Target::Host => (&self.host_read, &self.host_written),
-            Target::Peer => (&self.peer_read, &self.peer_written),
-            Target::Message => (&self.message_read, &self.message_written),
-        };
-        let add = |read: &AtomicU64, written: &AtomicU64| {
-            if direction != Direction::Write {
-                read.fetch_add(bytes, Ordering::Relaxed);
-            }
-            if direction != Direction::Read {
-                written.fetch_add(bytes, Ordering::Relaxed);
-            }
-        };
-        add(read, written);
-        let Some(name) = name else { return };
-        let find = |peers: &[Named]| match peers.iter().find(|peer| peer.name == *name) {
-            Some(peer) => {
-                add(&peer.read, &peer.written);
-                true
-            }
-            None => false,
-        };
-        if find(&self.named.read().unwrap_or_else(PoisonError::into_inner)) {
-            return;
-        }
-        let mut named = self.named.write().unwrap_or_else(PoisonError::into_inner);
-        if !find(&named) {
-            named.push(Named {
-                name: Arc::clone(name),
-                read: AtomicU64::new(0),
-                written: AtomicU64::new(0),
-            });
-            find(&named);
-        }
+        lookup
     }
 }
 
@@ -348,81 +199,83 @@ impl Dma {
                 peers,
                 ..Shared::default()
             }),
-            pinned: None,
-            own: None,
+            abort_epoch: None,
+            own_counters: None,
         }
     }
 
-    /// The tally of this handle.
-    fn tally(&self) -> &Tally {
-        self.own.as_deref().unwrap_or(&self.shared.total)
+    /// The counters that this handle reports.
+    fn counters(&self) -> &Counters {
+        self.own_counters.as_deref().unwrap_or(&self.shared.total)
     }
 
-    /// Bytes moved so far: by all handles, or by this one and its clones if it was made by [`Dma::tallied`].
+    /// Bytes transferred: by all handles, or by this one and its clones if [`Dma::tallied`] returned it.
     pub fn counts(&self) -> DmaCounts {
-        self.tally().counts()
+        self.counters().counts()
     }
 
-    /// As [`Dma::counts`], by what the bytes were moved from and to: [`HOST`], each peer by its name, [`OTHER_MAPPED`] and
-    /// [`MESSAGE`]. Peers appear with the first byte, the others always.
+    /// As [`Dma::counts`], by name of the target: [`HOST`], each peer's name, [`OTHER_MAPPED`] and [`MESSAGE`]. A peer
+    /// is present from its first byte on, the others always.
     pub fn by_target(&self) -> BTreeMap<String, Moved> {
-        self.tally().by_target()
+        self.counters().by_target()
     }
 
-    /// Sets the counts to 0 that [`Dma::counts`] returns.
+    /// Sets the counters to 0 that [`Dma::counts`] returns.
     pub fn reset_counts(&self) {
-        self.tally().reset();
+        self.counters().reset();
     }
 
-    /// Ends every transfer in flight, and every later one of a handle that [`Dma::pinned`] returned before.
+    /// Ends every transfer in progress, and makes every later transfer of existing [`Dma::pinned`] handles fail.
     pub fn abort(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
-        // Taken so that no waiter is between its test and its sleep.
-        drop(self.link());
-        self.shared.changed.notify_all();
+        // Taking the lock makes sure that no waiter is between its check of the epoch and its sleep.
+        drop(self.connection());
+        self.shared.connection_changed.notify_all();
     }
 
-    /// Returns a handle that fails permanently after the next [`Dma::abort`]: for work that a reset must end.
+    /// Returns a handle whose transfers fail with [`DmaError::Aborted`] after the next [`Dma::abort`], for work that a
+    /// reset must end.
     pub fn pinned(&self) -> Self {
         Self {
-            pinned: Some(self.epoch()),
+            abort_epoch: Some(self.epoch()),
             ..self.clone()
         }
     }
 
-    /// A handle whose transfers are also counted on their own, from 0 on: for one kind of transfers among several that
-    /// run at the same time.
+    /// Returns a handle with counters of its own that start at 0, for one of several kinds of transfers that run
+    /// concurrently. Its transfers count in the total too.
     pub fn tallied(&self) -> Self {
         Self {
-            own: Some(Arc::default()),
+            own_counters: Some(Arc::default()),
             ..self.clone()
         }
     }
 
     fn epoch(&self) -> u64 {
-        self.pinned.unwrap_or_else(|| self.shared.epoch.load(Ordering::SeqCst))
+        self.abort_epoch
+            .unwrap_or_else(|| self.shared.epoch.load(Ordering::SeqCst))
     }
 
-    fn hold_maps(&self) -> Held<'_> {
-        // Always in this order, and never held while waiting for the client.
+    fn lock_tables(&self) -> LockedTables<'_> {
+        // Lock order: DMA table, peer table. Neither is held while a thread waits for the client.
         let table = self.shared.table.read().unwrap_or_else(PoisonError::into_inner);
         let peers = self.shared.peers.as_ref().map(Peers::read);
-        Held { table, peers }
+        LockedTables { table, peers }
     }
 
-    /// Returns the memory of `len` bytes from `address`, in order.
+    /// Returns the segments of `len` bytes from `address` on, in order of address.
     ///
     /// # Errors
     ///
-    /// [`DmaError::Unreachable`] if the range ends beyond the address space.
+    /// [`DmaError::Unreachable`] if the range exceeds the 64-bit address space.
     pub fn segments(&self, address: u64, len: u64) -> Result<Vec<Segment>, DmaError> {
         check_range(address, len)?;
-        let held = self.hold_maps();
+        let tables = self.lock_tables();
         let mut segments: Vec<Segment> = Vec::new();
         let mut done = 0;
         while done < len {
             let at = address + done;
-            let Place { run, target, .. } = held.find(at, len - done);
+            let Lookup { run, target, .. } = tables.find(at, len - done);
             match segments.last_mut() {
                 Some(last) if last.target == target => last.len += run,
                 _ => segments.push(Segment {
@@ -436,260 +289,30 @@ impl Dma {
         Ok(segments)
     }
 
-    /// Reads from the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn read(&self, address: u64, data: &mut [u8]) -> Result<(), DmaError> {
-        let len = data.len() as u64;
-        self.read_extents(&[Extent { address, len }], data)
-    }
+    // The following functions are called on the serving thread.
 
-    /// Writes to the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn write(&self, address: u64, data: &[u8]) -> Result<(), DmaError> {
-        let len = data.len() as u64;
-        self.write_extents(&[Extent { address, len }], data)
-    }
-
-    /// Reads ranges one after another, `data.len()` bytes in all.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Local`] if the ranges are not as long as `data`.
-    pub fn read_extents(&self, extents: &[Extent], data: &mut [u8]) -> Result<(), DmaError> {
-        check_total(extents, data.len() as u64)?;
-        self.transfer(extents, Direction::Read, |at, len, part| {
-            // Not truncated: both are within `data`.
-            let data = &mut data[at as usize..][..len as usize];
-            match part {
-                Part::Mapped { window, offset } => Ok(window.read(offset, data)?),
-                Part::Message { address } => self.message_read(address, data),
-            }
-        })
-    }
-
-    /// Reads ranges one after another and appends what they hold to `out`. On an error, what was read before it is there.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn append_extents(&self, extents: &[Extent], out: &mut Vec<u8>) -> Result<(), DmaError> {
-        self.transfer(extents, Direction::Read, |_, len, part| match part {
-            // Not truncated: a part is a megabyte at most.
-            Part::Mapped { window, offset } => Ok(window.append(offset, len as usize, out)?),
-            Part::Message { address } => {
-                let start = out.len();
-                out.resize(start + len as usize, 0);
-                let result = self.message_read(address, &mut out[start..]);
-                if result.is_err() {
-                    out.truncate(start);
-                }
-                result
-            }
-        })
-    }
-
-    /// Writes ranges one after another, `data.len()` bytes in all.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Local`] if the ranges are not as long as `data`.
-    pub fn write_extents(&self, extents: &[Extent], data: &[u8]) -> Result<(), DmaError> {
-        check_total(extents, data.len() as u64)?;
-        self.transfer(extents, Direction::Write, |at, len, part| {
-            // Not truncated: both are within `data`.
-            let data = &data[at as usize..][..len as usize];
-            match part {
-                Part::Mapped { window, offset } => Ok(window.write(offset, data)?),
-                Part::Message { address } => self.message_write(address, data),
-            }
-        })
-    }
-
-    /// Reads `len` bytes from the bus into `memory` at `offset`.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn read_into(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
-        check_local(memory, offset, len)?;
-        let mut buffer = Vec::new();
-        self.transfer(
-            &[Extent { address, len }],
-            Direction::Read,
-            |at, len, part| match part {
-                Part::Mapped { window, offset: from } => {
-                    Ok(Window::copy(window, from, memory.window(), offset + at, len)?)
-                }
-                Part::Message { address } => {
-                    buffer.resize(len as usize, 0);
-                    self.message_read(address, &mut buffer)?;
-                    Ok(memory.write(offset + at, &buffer)?)
-                }
-            },
-        )
-    }
-
-    /// Writes `len` bytes of `memory` at `offset` to the bus.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`].
-    pub fn write_from(&self, address: u64, memory: &Memory, offset: u64, len: u64) -> Result<(), DmaError> {
-        check_local(memory, offset, len)?;
-        let mut buffer = Vec::new();
-        self.transfer(
-            &[Extent { address, len }],
-            Direction::Write,
-            |at, len, part| match part {
-                Part::Mapped { window, offset: to } => Ok(Window::copy(memory.window(), offset + at, window, to, len)?),
-                Part::Message { address } => {
-                    buffer.resize(len as usize, 0);
-                    memory.read(offset + at, &mut buffer)?;
-                    self.message_write(address, &buffer)
-                }
-            },
-        )
-    }
-
-    /// Changes the 8 bytes at `address`, a little-endian number, and returns what they were. Where the memory is mapped
-    /// here, no access of another device or of a processor comes in between; where it is reached by messages, only no
-    /// other such change by a device of this process. `change` may be called more than once.
-    ///
-    /// # Errors
-    ///
-    /// See [`DmaError`]; [`DmaError::Misaligned`] if the address is not divisible by 8.
-    pub fn update(&self, address: u64, mut change: impl FnMut(u64) -> u64) -> Result<u64, DmaError> {
-        /// Held from reading to writing by message.
-        static BY_MESSAGE: Mutex<()> = Mutex::new(());
-
-        if address % 8 != 0 {
-            return Err(DmaError::Misaligned(address));
-        }
-        let mut old = 0;
-        self.transfer(&[Extent { address, len: 8 }], Direction::Update, |_, len, part| {
-            if len != 8 {
-                // Half of it is somewhere else.
-                return Err(DmaError::Misaligned(address));
-            }
-            old = match part {
-                Part::Mapped { window, offset } => {
-                    let old = window.update(offset, &mut change)?;
-                    old.ok_or(DmaError::Misaligned(address))?
-                }
-                Part::Message { address } => {
-                    let _only = BY_MESSAGE.lock().unwrap_or_else(PoisonError::into_inner);
-                    let mut bytes = [0; 8];
-                    self.message_read(address, &mut bytes)?;
-                    let old = u64::from_le_bytes(bytes);
-                    self.message_write(address, &change(old).to_le_bytes())?;
-                    old
-                }
-            };
-            Ok(())
-        })?;
-        Ok(old)
-    }
-
-    /// Cuts ranges at the borders of mappings, and calls `step` with position in the whole, length and place of each part.
-    fn transfer(
-        &self,
-        extents: &[Extent],
-        direction: Direction,
-        mut step: impl FnMut(u64, u64, Part<'_>) -> Result<(), DmaError>,
-    ) -> Result<(), DmaError> {
-        for extent in extents {
-            check_range(extent.address, extent.len)?;
-        }
-        let epoch = self.epoch();
-        let mut position = 0;
-        let mut held: Option<Held<'_>> = None;
-        // What may be copied until the maps are let go for a moment.
-        let mut budget = COPY_CHUNK;
-        for extent in extents {
-            let mut done = 0;
-            while done < extent.len {
-                if self.shared.epoch.load(Ordering::SeqCst) != epoch {
-                    return Err(DmaError::Aborted);
-                }
-                if !self.shared.bus_master.load(Ordering::SeqCst) {
-                    return Err(DmaError::BusMasterOff);
-                }
-                let address = extent.address + done;
-                let place = held
-                    .get_or_insert_with(|| self.hold_maps())
-                    .find(address, extent.len - done);
-                let permitted = match direction {
-                    Direction::Read => place.readable,
-                    Direction::Write => place.writable,
-                    Direction::Update => place.readable && place.writable,
-                };
-                if !permitted {
-                    return Err(DmaError::Denied(address));
-                }
-                let moved = if let Some((window, offset)) = place.memory {
-                    let run = place.run.min(budget);
-                    step(position, run, Part::Mapped { window, offset })?;
-                    self.count(place.target, place.name, direction, run);
-                    budget -= run;
-                    if budget == 0 {
-                        budget = COPY_CHUNK;
-                        held = None;
-                    }
-                    run
-                } else {
-                    let run = place.run;
-                    held = None;
-                    let run = run.min(self.message_chunk());
-                    step(position, run, Part::Message { address })?;
-                    self.count(Target::Message, None, direction, run);
-                    run
-                };
-                done += moved;
-                position += moved;
-            }
-        }
-        drop(held);
-        // What follows, such as an interrupt or a flag the guest polls, must not overtake the data.
-        std::sync::atomic::fence(Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn count(&self, target: Target, name: Option<&Arc<str>>, direction: Direction, bytes: u64) {
-        self.shared.total.count(target, name, direction, bytes);
-        if let Some(own) = &self.own {
-            own.count(target, name, direction, bytes);
-        }
-    }
-
-    // What follows is for the serving thread.
-
-    /// The client is gone: transfers fail, mappings are dropped.
+    /// The client has disconnected: transfers fail, and all mappings are removed.
     pub(crate) fn disconnect(&self) {
-        self.hang_up();
-        self.table_mut(Table::forget);
+        self.close_connection();
+        self.table_mut(DmaTable::reset);
     }
 
-    /// Records that the client has mapped all memory that exists at the start.
-    pub(crate) fn settle(&self) {
-        self.table_mut(Table::settle);
+    /// Records that the client has sent its initial mappings. A memfd that the client maps for the first time after this
+    /// call is not guest memory, except at address 0.
+    pub(crate) fn end_initial_maps(&self) {
+        self.table_mut(DmaTable::end_initial_maps);
     }
 
     pub(crate) fn set_bus_master(&self, on: bool) {
         self.shared.bus_master.store(on, Ordering::SeqCst);
     }
 
-    /// Changes the table. Waits for copies in progress, which hold the table's lock for reading.
-    fn table_mut<T>(&self, change: impl FnOnce(&mut Table) -> T) -> T {
+    /// Changes the table. Waits for copies in progress, which hold the lock for reading.
+    fn table_mut<T>(&self, change: impl FnOnce(&mut DmaTable) -> T) -> T {
         change(&mut self.shared.table.write().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Makes an address range known.
+    /// Handles DMA_MAP: adds a mapping.
     pub(crate) fn map(&self, request: &proto::DmaMap, fd: Option<OwnedFd>) -> Result<(), Errno> {
         last_address(request.address, request.size)?;
         if request.flags & !(proto::DMA_READABLE | proto::DMA_WRITABLE) != 0 {
@@ -703,37 +326,24 @@ impl Dma {
         self.table_mut(|table| table.map(request, file))
     }
 
-    /// Takes away all mappings inside of the range. One that reaches over its border is an error.
+    /// Handles DMA_UNMAP: removes all mappings in the range. Fails with `EINVAL` if a mapping is only partly in the
+    /// range.
     pub(crate) fn unmap(&self, address: u64, size: u64) -> Result<(), Errno> {
         self.table_mut(|table| table.unmap(address, size))
     }
 
-    /// Takes away all mappings.
+    /// Removes all mappings.
     pub(crate) fn unmap_all(&self) {
-        self.table_mut(Table::clear);
+        self.table_mut(DmaTable::clear);
     }
 }
 
-/// Refuses ranges that end beyond the address space.
+/// Fails for a range that exceeds the 64-bit address space.
 fn check_range(address: u64, len: u64) -> Result<(), DmaError> {
     if len != 0 && address.checked_add(len - 1).is_none() {
         return Err(DmaError::Unreachable(address));
     }
     Ok(())
-}
-
-fn check_local(memory: &Memory, offset: u64, len: u64) -> Result<(), OutOfBounds> {
-    match offset.checked_add(len) {
-        Some(end) if end <= memory.len() => Ok(()),
-        _ => Err(OutOfBounds),
-    }
-}
-
-fn check_total(extents: &[Extent], len: u64) -> Result<(), OutOfBounds> {
-    let total = extents
-        .iter()
-        .try_fold(0_u64, |sum, extent| sum.checked_add(extent.len));
-    if total == Some(len) { Ok(()) } else { Err(OutOfBounds) }
 }
 
 impl From<DmaError> for io::Error {

@@ -2,10 +2,10 @@
 
 //! MSI-X interrupts: one eventfd per vector, masks, and the pending bits.
 //!
-//! The client takes all vectors away and gives them back whenever the guest adds one, and a vector the guest masks loses
-//! its eventfd until it is unmasked. An interrupt raised in between must not be lost, so it stays pending and is sent as
-//! soon as its vector can be signalled again. While the function's MSI-X enable bit is off, interrupts go nowhere, as on
-//! real hardware.
+//! Whenever the guest adds a vector, the client removes all eventfds and sets them again, and it removes the eventfd of
+//! a vector while the guest masks that vector. An interrupt that is raised meanwhile must not be lost: the vector stays
+//! pending and is signalled once it has an eventfd and is unmasked. While the function's MSI-X Enable bit is 0,
+//! interrupts are dropped, as on hardware.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -14,16 +14,16 @@ use rustix::fs::OFlags;
 use rustix::io::Errno;
 use tracing::warn;
 
-/// What became of an interrupt.
+/// Result of raising an interrupt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Raised {
     /// The guest was signalled.
     Delivered,
-    /// The vector is masked or between eventfds; it is pending.
+    /// The vector is masked or has no eventfd; it is pending.
     Latched,
-    /// MSI-X is off; nobody will see it.
+    /// MSI-X is disabled; the interrupt is dropped.
     Dropped,
-    /// There is no such vector.
+    /// The device has no such vector.
     NoVector,
 }
 
@@ -35,20 +35,20 @@ struct Vector {
 }
 
 impl Vector {
-    /// Signals the vector if it is pending and can be signalled.
-    fn flush(&mut self) -> bool {
+    /// Signals the eventfd if the vector is pending, unmasked and has one. Returns whether it was signalled.
+    fn signal_pending(&mut self) -> bool {
         if !self.pending || self.masked {
             return false;
         }
         let Some(eventfd) = &self.eventfd else { return false };
         match rustix::io::write(eventfd, &1_u64.to_ne_bytes()) {
-            // A counter that is full is a signal the guest has yet to take.
+            // `EAGAIN`: the counter is at its maximum, so the guest has a signal that it has not consumed.
             Ok(_) | Err(Errno::AGAIN) => {
                 self.pending = false;
                 true
             }
             Err(error) => {
-                warn!(%error, "an interrupt's eventfd cannot be written");
+                warn!(%error, "cannot write the eventfd of an interrupt");
                 false
             }
         }
@@ -61,7 +61,7 @@ struct State {
     vectors: Vec<Vector>,
 }
 
-/// The interrupts of a device; clones stand for the same ones.
+/// The interrupts of a device. Clones refer to the same device.
 #[derive(Clone, Debug)]
 pub struct Irqs {
     state: Arc<Mutex<State>>,
@@ -94,7 +94,7 @@ impl Irqs {
             return Raised::Dropped;
         }
         vector.pending = true;
-        if vector.flush() {
+        if vector.signal_pending() {
             Raised::Delivered
         } else {
             Raised::Latched
@@ -103,11 +103,11 @@ impl Irqs {
 
     /// Number of vectors.
     pub fn vectors(&self) -> u32 {
-        // Not truncated: `new` takes a u16.
+        // No truncation: `new` takes a u16.
         self.lock().vectors.len() as u32
     }
 
-    /// The pending bits of vectors `64 * word` to `64 * word + 63`, as they stand in the pending-bit array.
+    /// The pending bits of vectors `64 * word` to `64 * word + 63`, as in the Pending Bit Array.
     pub fn pending(&self, word: usize) -> u64 {
         let state = self.lock();
         let vectors = state.vectors.iter().skip(word.saturating_mul(64)).take(64);
@@ -116,7 +116,7 @@ impl Irqs {
             .fold(0, |bits, (i, vector)| bits | (u64::from(vector.pending) << i))
     }
 
-    /// Follows the MSI-X enable bit of the configuration space.
+    /// Sets the state of the MSI-X Enable bit. Disabling clears the pending bits.
     pub(crate) fn set_enabled(&self, enabled: bool) {
         let mut state = self.lock();
         if state.enabled && !enabled {
@@ -125,7 +125,7 @@ impl Irqs {
         state.enabled = enabled;
     }
 
-    /// Checks a range of vectors.
+    /// Returns a range of vectors as indices. Fails with `EINVAL` if a vector does not exist.
     fn range(state: &State, start: u32, count: u32) -> Result<std::ops::Range<usize>, Errno> {
         let end = start.checked_add(count).ok_or(Errno::INVAL)? as usize;
         if end > state.vectors.len() {
@@ -134,8 +134,8 @@ impl Irqs {
         Ok(start as usize..end)
     }
 
-    /// Gives vectors from `start` on their eventfds and sends what is pending on them.
-    pub(crate) fn connect(&self, start: u32, fds: Vec<OwnedFd>) -> Result<(), Errno> {
+    /// Sets the eventfds of the vectors from `start` on, and signals those that are pending.
+    pub(crate) fn set_eventfds(&self, start: u32, fds: Vec<OwnedFd>) -> Result<(), Errno> {
         let mut state = self.lock();
         let count = u32::try_from(fds.len()).map_err(|_| Errno::INVAL)?;
         let range = Self::range(&state, start, count)?;
@@ -144,51 +144,52 @@ impl Irqs {
         }
         for (vector, fd) in state.vectors[range].iter_mut().zip(fds) {
             vector.eventfd = Some(fd);
-            vector.flush();
+            vector.signal_pending();
         }
         Ok(())
     }
 
-    /// Takes the eventfds of a range away; what is pending stays pending.
-    pub(crate) fn disconnect(&self, start: u32, count: u32) -> Result<(), Errno> {
+    /// Removes the eventfds of a range of vectors. Pending bits are kept.
+    pub(crate) fn remove_eventfds(&self, start: u32, count: u32) -> Result<(), Errno> {
         let mut state = self.lock();
         let range = Self::range(&state, start, count)?;
         state.vectors[range].iter_mut().for_each(|vector| vector.eventfd = None);
         Ok(())
     }
 
-    /// Takes all eventfds away.
-    pub(crate) fn disconnect_all(&self) {
+    /// Removes all eventfds. Pending bits are kept.
+    pub(crate) fn remove_all_eventfds(&self) {
         self.lock().vectors.iter_mut().for_each(|vector| vector.eventfd = None);
     }
 
-    /// Masks or unmasks those of a range that `select` names by their distance from `start`.
+    /// Masks or unmasks the vectors `start + i` of a range for which `select(i)` is true.
     pub(crate) fn mask(&self, start: u32, count: u32, mask: bool, select: impl Fn(usize) -> bool) -> Result<(), Errno> {
         let mut state = self.lock();
         let range = Self::range(&state, start, count)?;
         for (i, vector) in state.vectors[range].iter_mut().enumerate() {
             if select(i) {
                 vector.masked = mask;
-                vector.flush();
+                vector.signal_pending();
             }
         }
         Ok(())
     }
 
-    /// Triggers those of a range that `select` names, for the client's own use.
+    /// Triggers the vectors `start + i` of a range for which `select(i)` is true, as the client requests.
     pub(crate) fn trigger(&self, start: u32, count: u32, select: impl Fn(usize) -> bool) -> Result<(), Errno> {
         let mut state = self.lock();
         let range = Self::range(&state, start, count)?;
         for (i, vector) in state.vectors[range].iter_mut().enumerate() {
             if select(i) {
                 vector.pending = true;
-                vector.flush();
+                vector.signal_pending();
             }
         }
         Ok(())
     }
 
-    /// Forgets what is pending and masked, as a reset does; the eventfds are the client's and stay.
+    /// Clears pending bits and masks and disables MSI-X, as a reset does. The eventfds belong to the client and are
+    /// kept.
     pub(crate) fn reset(&self) {
         let mut state = self.lock();
         state.enabled = false;
@@ -199,7 +200,8 @@ impl Irqs {
     }
 }
 
-/// Refuses what is not an eventfd, and makes it one that never blocks: the write must not hang on a client's choice.
+/// Fails with `EINVAL` for a file descriptor that is not an eventfd. Sets `O_NONBLOCK`, so that a full counter does not
+/// block the device.
 fn check_eventfd(fd: &OwnedFd) -> Result<(), Errno> {
     let link = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new())?;
     if link.as_bytes() != b"anon_inode:[eventfd]" {
@@ -241,17 +243,17 @@ mod tests {
         let irqs = Irqs::new(3);
         irqs.set_enabled(true);
         let (theirs, ours) = event();
-        irqs.connect(1, vec![theirs]).unwrap();
+        irqs.set_eventfds(1, vec![theirs]).unwrap();
         assert_eq!(irqs.raise(1), Raised::Delivered);
         assert_eq!(count(&ours), 1);
-        irqs.disconnect_all();
+        irqs.remove_all_eventfds();
         assert_eq!(irqs.raise(1), Raised::Latched);
         assert_eq!(irqs.raise(1), Raised::Latched);
         assert_eq!(irqs.raise(2), Raised::Latched);
         assert_eq!(irqs.pending(0), 0b110);
         assert_eq!(count(&ours), 0);
         let (theirs, ours) = event();
-        irqs.connect(1, vec![theirs]).unwrap();
+        irqs.set_eventfds(1, vec![theirs]).unwrap();
         assert_eq!(count(&ours), 1);
         assert_eq!(irqs.pending(0), 0b100);
     }
@@ -261,7 +263,7 @@ mod tests {
         let irqs = Irqs::new(1);
         irqs.set_enabled(true);
         let (theirs, ours) = event();
-        irqs.connect(0, vec![theirs]).unwrap();
+        irqs.set_eventfds(0, vec![theirs]).unwrap();
         irqs.mask(0, 1, true, |_| true).unwrap();
         assert_eq!(irqs.raise(0), Raised::Latched);
         irqs.mask(0, 1, false, |_| false).unwrap();
@@ -280,10 +282,10 @@ mod tests {
     fn only_eventfds_and_only_existing_vectors() {
         let irqs = Irqs::new(2);
         let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
-        assert_eq!(irqs.connect(0, vec![file]), Err(Errno::INVAL));
-        assert_eq!(irqs.connect(2, vec![event().0]), Err(Errno::INVAL));
-        assert_eq!(irqs.disconnect(1, 2), Err(Errno::INVAL));
-        assert_eq!(irqs.disconnect(u32::MAX, 2), Err(Errno::INVAL));
+        assert_eq!(irqs.set_eventfds(0, vec![file]), Err(Errno::INVAL));
+        assert_eq!(irqs.set_eventfds(2, vec![event().0]), Err(Errno::INVAL));
+        assert_eq!(irqs.remove_eventfds(1, 2), Err(Errno::INVAL));
+        assert_eq!(irqs.remove_eventfds(u32::MAX, 2), Err(Errno::INVAL));
         assert_eq!(irqs.mask(0, 3, true, |_| true), Err(Errno::INVAL));
         assert_eq!(irqs.trigger(3, 0, |_| true), Err(Errno::INVAL));
     }
@@ -294,7 +296,7 @@ mod tests {
         irqs.set_enabled(true);
         let fd = eventfd(0, EventfdFlags::empty()).unwrap();
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).unwrap();
-        irqs.connect(0, vec![fd]).unwrap();
+        irqs.set_eventfds(0, vec![fd]).unwrap();
         assert_eq!(irqs.raise(0), Raised::Delivered);
     }
 

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Server side of the vfio-user protocol: a PCI device as a process beside the emulator.
+//! Server of the vfio-user protocol: a PCI device as a process beside QEMU.
 //!
-//! A device model implements [`Device`]: its configuration space (made with [`ConfigBuilder`]), its regions, what reads
-//! and writes of registers do, and reset. [`serve`] speaks the protocol for it over one connection. What the device
-//! does by itself goes through its [`Bus`]: [`Dma`] moves bytes to and from bus addresses, [`Irqs`] raises interrupts.
+//! A device model implements [`Device`]: its configuration space (built by [`ConfigBuilder`]), its regions, the effects
+//! of register reads and writes, and reset. [`serve`] implements the protocol for the device on one connection. The
+//! device's own activity uses its [`Bus`]: [`Dma`] transfers bytes to and from bus addresses, [`Irqs`] raises interrupts.
 //!
-//! Threads: the thread that calls [`serve`] answers the client and calls the device's methods. DMA belongs on a thread
-//! of the device's own, because some targets are reached by asking the client, which may itself be waiting for the
-//! answer to a register access; [`Dma`] refuses such a request from the serving thread and holds it back while an
-//! access is being answered.
+//! Threads: the thread that calls [`serve`] replies to the client and calls the device's methods. DMA belongs on a thread
+//! of the device: some memory is accessed by messages to the client, which may itself wait for the reply to a register
+//! access. [`Dma`] rejects DMA by message on the serving thread, and delays it on other threads while an access is being
+//! answered.
 //!
-//! The client is not trusted: every length, index and address in a message is checked, a bad message is answered with an
-//! error, and a stream that cannot be understood any more is closed.
+//! The client is not trusted. The library checks every length, index and address in a message, replies to an invalid
+//! message with an error, and closes a connection whose messages cannot be parsed.
 
-// The README's example is compiled and run with the tests.
+// Doctests include the example of the README.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
 pub mod client;

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Device memory: a memfd that this process, the emulator and the guest share.
+//! Device memory: a memfd that this process, the client and the guest share.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use crate::sys::Window;
+use crate::sys::SharedMapping;
 
-/// A range does not lie in the memory it is meant for, or that memory is read-only.
+/// A range exceeds the memory, or a write goes to read-only memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("range outside of the memory")]
+#[error("range exceeds the memory, or the memory is read-only")]
 pub struct OutOfBounds;
 
-/// Which file memory is in, however many descriptors of it there are.
+/// Identity of a file, the same for all its file descriptors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct FileId {
     device: u64,
@@ -30,16 +30,16 @@ impl FileId {
     }
 }
 
-/// Memory of a device, as a sealed memfd and a mapping of it. It starts as zeros.
+/// Memory of a device: a sealed memfd and a mapping of it. Initially zero.
 #[derive(Debug)]
 pub struct Memory {
     fd: OwnedFd,
     file: FileId,
-    window: Window,
+    mapping: SharedMapping,
 }
 
 impl Memory {
-    /// Makes `size` bytes of memory; `name` is shown in /proc for debugging.
+    /// Creates `size` bytes of memory. `name` is the memfd's name in /proc, for debugging.
     ///
     /// # Errors
     ///
@@ -47,57 +47,58 @@ impl Memory {
     pub fn new(name: &str, size: u64) -> io::Result<Self> {
         let fd = rustix::fs::memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&fd, size)?;
-        // The process that gets the descriptor must not be able to shrink the file under the mapping here.
+        // The client gets the file descriptor. Without the seals, it could truncate the file, and accesses to the
+        // mapping in this process would raise SIGBUS.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let window = Window::map(fd.as_fd(), 0, size, true)?;
+        let mapping = SharedMapping::map(fd.as_fd(), 0, size, true)?;
         let file = FileId::from_stat(&rustix::fs::fstat(&fd)?);
-        Ok(Self { fd, file, window })
+        Ok(Self { fd, file, mapping })
     }
 
     /// Size in bytes; never 0.
     #[allow(clippy::len_without_is_empty)]
     pub fn len(&self) -> u64 {
-        self.window.len()
+        self.mapping.len()
     }
 
-    /// The descriptor to share.
+    /// The file descriptor that is sent to the client.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Copies out of the memory. An aligned access of 2, 4 or 8 bytes is atomic.
+    /// Copies from the memory. An aligned access of 2, 4 or 8 bytes is atomic.
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`]; then nothing was copied.
+    /// [`OutOfBounds`]; nothing is copied.
     pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), OutOfBounds> {
-        self.window.read(offset, data)
+        self.mapping.read(offset, data)
     }
 
-    /// Copies into the memory. An aligned access of 2, 4 or 8 bytes is atomic.
+    /// Copies to the memory. An aligned access of 2, 4 or 8 bytes is atomic.
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`]; then nothing was copied.
+    /// [`OutOfBounds`]; nothing is copied.
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), OutOfBounds> {
-        self.window.write(offset, data)
+        self.mapping.write(offset, data)
     }
 
-    /// Copies `len` bytes within the memory; the ranges may overlap.
+    /// Copies `len` bytes within the memory. The ranges may overlap.
     ///
     /// # Errors
     ///
-    /// [`OutOfBounds`]; then nothing was copied.
+    /// [`OutOfBounds`]; nothing is copied.
     pub fn copy_within(&self, from: u64, to: u64, len: u64) -> Result<(), OutOfBounds> {
-        Window::copy(&self.window, from, &self.window, to, len)
+        SharedMapping::copy(&self.mapping, from, &self.mapping, to, len)
     }
 
     pub(crate) fn file_id(&self) -> FileId {
         self.file
     }
 
-    pub(crate) fn window(&self) -> &Window {
-        &self.window
+    pub(crate) fn mapping(&self) -> &SharedMapping {
+        &self.mapping
     }
 }
 

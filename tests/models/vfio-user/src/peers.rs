@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory of the devices that this process serves to one guest, by its address on the guest's bus.
+//! Memory of the devices that this process serves to one guest, by bus address.
 //!
-//! The client passes no descriptor for a BAR of another device that is served here, so a device could reach the BAR by
-//! messages only. [`Peers`] has that memory itself. Writes to the other device's configuration space determine the address:
-//! a BAR that is being sized, that is not decoded, or whose device is reset or disconnected has none. The client still
-//! decides what a device may reach: [`Peers`] does not look up an address that the client never mapped.
+//! The client sends no file descriptor for a BAR of another device of this process, so without [`Peers`] a device could
+//! access such a BAR only by messages. The address of a peer's memory follows the writes to the configuration space of
+//! the peer: a BAR that is being sized or is not decoded has no address, and neither has a BAR of a device that is reset
+//! or disconnected. The client decides which addresses a device may access: an address that the client has not mapped
+//! for the device is not looked up here.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -13,26 +14,26 @@ use tracing::debug;
 
 use crate::memory::{FileId, Memory};
 
-/// Another device of the same guest goes by this name already.
+/// Another device of the same guest has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("there is a peer called {0:?} already")]
+#[error("a peer with the name {0:?} exists already")]
 pub struct NameTaken(pub String);
 
-/// A peer as others see it.
+/// Public state of a peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its name.
+    /// Name of the peer.
     pub name: String,
-    /// Size of its memory in bytes.
+    /// Size of the memory in bytes.
     pub len: u64,
-    /// Bus address, while it has one.
+    /// Bus address; `None` if the BAR is not decoded.
     pub address: Option<u64>,
 }
 
-/// The memory of one guest's devices; clones stand for the same guest.
+/// The memory of the devices of one guest. Clones refer to the same guest.
 #[derive(Clone, Debug, Default)]
 pub struct Peers {
-    table: Arc<RwLock<Table>>,
+    table: Arc<RwLock<PeerTable>>,
 }
 
 #[derive(Debug)]
@@ -43,20 +44,20 @@ pub(crate) struct Entry {
     address: Option<u64>,
 }
 
-/// A guest has a handful of devices: a list is searched faster than a tree.
+/// The peers in a vector: a guest has few devices, and a vector is searched faster than a tree.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
+pub(crate) struct PeerTable {
     entries: Vec<Entry>,
     next: u64,
 }
 
-impl Table {
-    /// What is at `address`: the peer and the offset in its memory, if any, and how many of `len` bytes have that answer.
-    /// Where two peers claim an address, as they may while the guest moves them, there is neither.
+impl PeerTable {
+    /// Looks up `address`. Returns the peer and the offset in its memory, if any, and for how many of `len` bytes the
+    /// result holds. An address of two peers, which is possible while the guest moves BARs, has no peer.
     pub(crate) fn find(&self, address: u64, len: u64) -> (Option<(&Entry, u64)>, u64) {
         let mut found = None;
         let mut run = len;
-        let mut clash = false;
+        let mut overlap = false;
         for entry in &self.entries {
             let Some(start) = entry.address else { continue };
             if start > address {
@@ -64,25 +65,25 @@ impl Table {
             } else if address - start < entry.memory.len() {
                 let offset = address - start;
                 run = run.min(entry.memory.len() - offset);
-                clash |= found.replace((entry, offset)).is_some();
+                overlap |= found.replace((entry, offset)).is_some();
             }
         }
-        (found.filter(|_| !clash), run)
+        (found.filter(|_| !overlap), run)
     }
 
-    /// The peer whose memory this file is.
+    /// The peer whose memory is in `file`.
     pub(crate) fn by_file(&self, file: &FileId) -> Option<&Entry> {
         self.entries.iter().find(|entry| entry.memory.file_id() == *file)
     }
 }
 
 impl Peers {
-    /// No peers yet.
+    /// An empty list of peers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// All peers, in the order in which they came.
+    /// All peers, in the order in which they were added.
     pub fn list(&self) -> Vec<Peer> {
         let peer = |entry: &Entry| Peer {
             name: entry.name.to_string(),
@@ -92,16 +93,16 @@ impl Peers {
         self.read().entries.iter().map(peer).collect()
     }
 
-    pub(crate) fn read(&self) -> RwLockReadGuard<'_, Table> {
+    pub(crate) fn read(&self) -> RwLockReadGuard<'_, PeerTable> {
         self.table.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Table> {
+    fn write(&self) -> RwLockWriteGuard<'_, PeerTable> {
         self.table.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds memory that has no address yet.
-    pub(crate) fn offer(&self, region: u32, name: &str, memory: Arc<Memory>) -> Result<Offer, NameTaken> {
+    /// Adds memory of a device, without an address.
+    pub(crate) fn add(&self, region: u32, name: &str, memory: Arc<Memory>) -> Result<PeerHandle, NameTaken> {
         let mut table = self.write();
         if table.entries.iter().any(|entry| &*entry.name == name) {
             return Err(NameTaken(name.to_owned()));
@@ -114,7 +115,7 @@ impl Peers {
             memory,
             address: None,
         });
-        Ok(Offer {
+        Ok(PeerHandle {
             peers: self.clone(),
             id,
             region,
@@ -122,33 +123,37 @@ impl Peers {
     }
 }
 
-/// A device's side of its peer entry, which goes when this is dropped.
+/// A device's handle of its peer entry. Dropping the handle removes the entry.
 #[derive(Debug)]
-pub(crate) struct Offer {
+pub(crate) struct PeerHandle {
     peers: Peers,
     id: u64,
     region: u32,
 }
 
-impl Offer {
-    /// The BAR behind which the memory is.
+impl PeerHandle {
+    /// Index of the BAR that is the memory.
     pub(crate) fn region(&self) -> u32 {
         self.region
     }
 
-    /// Says where the memory is now. When this returns, nobody is copying at the former place any more.
-    pub(crate) fn place(&self, address: Option<u64>) {
+    /// Sets the bus address. When this returns, no copy to the former address is in progress.
+    pub(crate) fn set_address(&self, address: Option<u64>) {
         let mut table = self.peers.write();
         if let Some(entry) = table.entries.iter_mut().find(|entry| entry.id == self.id) {
             if entry.address != address {
-                debug!(name = &*entry.name, ?address, "a peer's memory has a new place");
+                debug!(
+                    name = &*entry.name,
+                    ?address,
+                    "the bus address of a peer's memory changed"
+                );
                 entry.address = address;
             }
         }
     }
 }
 
-impl Drop for Offer {
+impl Drop for PeerHandle {
     fn drop(&mut self) {
         self.peers.write().entries.retain(|entry| entry.id != self.id);
     }
@@ -165,34 +170,34 @@ mod tests {
     #[test]
     fn addresses_are_found_and_gaps_are_measured() {
         let peers = Peers::new();
-        let low = peers.offer(2, "low", memory(0x1000)).unwrap();
-        let high = peers.offer(2, "high", memory(0x2000)).unwrap();
+        let low = peers.add(2, "low", memory(0x1000)).unwrap();
+        let high = peers.add(2, "high", memory(0x2000)).unwrap();
         let find = |address, len| {
             let table = peers.read();
             let (found, run) = table.find(address, len);
             (found.map(|(entry, offset)| (entry.name.to_string(), offset)), run)
         };
         assert_eq!(find(0, 100), (None, 100));
-        low.place(Some(0x10000));
-        high.place(Some(0x20000));
+        low.set_address(Some(0x10000));
+        high.set_address(Some(0x20000));
         assert_eq!(find(0xf000, 0x100000), (None, 0x1000));
         assert_eq!(find(0x10800, 0x100000), (Some(("low".into(), 0x800)), 0x800));
         assert_eq!(find(0x11000, 0x100000), (None, 0xf000));
         assert_eq!(find(0x21fff, 10), (Some(("high".into(), 0x1fff)), 1));
         assert_eq!(find(0x22000, 10), (None, 10));
-        high.place(Some(u64::MAX - 0xfff));
+        high.set_address(Some(u64::MAX - 0xfff));
         assert_eq!(find(u64::MAX, 1), (Some(("high".into(), 0xfff)), 1));
-        low.place(None);
+        low.set_address(None);
         assert_eq!(find(0x10800, 1), (None, 1));
     }
 
     #[test]
     fn two_at_one_address_are_none() {
         let peers = Peers::new();
-        let a = peers.offer(2, "a", memory(0x2000)).unwrap();
-        let b = peers.offer(2, "b", memory(0x1000)).unwrap();
-        a.place(Some(0x10000));
-        b.place(Some(0x11000));
+        let a = peers.add(2, "a", memory(0x2000)).unwrap();
+        let b = peers.add(2, "b", memory(0x1000)).unwrap();
+        a.set_address(Some(0x10000));
+        b.set_address(Some(0x11000));
         let found = |address| {
             peers
                 .read()
@@ -203,20 +208,20 @@ mod tests {
         assert_eq!(found(0x10fff).as_deref(), Some("a"));
         assert_eq!(found(0x11000), None);
         assert_eq!(peers.read().find(0x10000, 0x2000).1, 0x1000);
-        b.place(None);
+        b.set_address(None);
         assert_eq!(found(0x11000).as_deref(), Some("a"));
     }
 
     #[test]
     fn names_are_unique_and_free_again() {
         let peers = Peers::new();
-        let first = peers.offer(2, "accel0", memory(0x1000)).unwrap();
+        let first = peers.add(2, "accel0", memory(0x1000)).unwrap();
         assert_eq!(
-            peers.offer(2, "accel0", memory(0x1000)).unwrap_err(),
+            peers.add(2, "accel0", memory(0x1000)).unwrap_err(),
             NameTaken("accel0".into())
         );
         drop(first);
-        let _again = peers.offer(2, "accel0", memory(0x1000)).unwrap();
+        let _again = peers.add(2, "accel0", memory(0x1000)).unwrap();
         assert_eq!(peers.list().len(), 1);
     }
 }

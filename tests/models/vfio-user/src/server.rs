@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The serving side: takes the client's commands one after another and answers them.
+//! The server: executes the client's commands in order and replies to them.
 
 use std::io::{self, Read};
 use std::ops::Range;
@@ -20,14 +20,14 @@ use crate::device::{Bus, Device};
 use crate::dma::MAX_MAPS;
 use crate::memory::Memory;
 use crate::proto::{self, Header, command, message};
-use crate::stream::{self, Message, ReceiveError, STALL};
+use crate::stream::{self, Message, ReceiveError, STALL_TIMEOUT};
 
-/// A connection that ended otherwise than by the client closing it between messages.
+/// Why a connection ended, other than that the client closed it between messages.
 #[derive(Debug, thiserror::Error)]
 #[error("vfio-user connection failed: {0}")]
 pub struct ServeError(String);
 
-/// A unix socket that waits for clients; its file is removed with it.
+/// A UNIX domain socket that listens for clients. Dropping the listener removes the socket's file.
 #[derive(Debug)]
 pub struct Listener {
     listener: UnixListener,
@@ -35,11 +35,11 @@ pub struct Listener {
 }
 
 impl Listener {
-    /// Listens at `path`. A socket left there by a process that is gone is replaced; anything else is not.
+    /// Listens at `path`. Replaces a socket on which no process listens any more; replaces no other file.
     ///
     /// # Errors
     ///
-    /// Those of bind; `AddrInUse` if another process listens there.
+    /// Those of bind; `AddrInUse` if another process listens at `path` or the file is not a socket.
     pub fn bind(path: &Path) -> io::Result<Self> {
         let is_socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
         if is_socket && UnixStream::connect(path).is_err() {
@@ -60,7 +60,7 @@ impl Listener {
         Ok(self.listener.accept()?.0)
     }
 
-    /// Where it listens.
+    /// Path of the socket.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -68,12 +68,12 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Gone already is as good.
+        // Fails if the file was removed already.
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// What the client says it can do; what is missing has the protocol's default.
+/// The JSON data of the client's VERSION message. A missing capability has the protocol's default.
 #[derive(Debug, Default, Deserialize)]
 struct ClientVersion {
     #[serde(default)]
@@ -85,7 +85,7 @@ struct ClientCapabilities {
     max_data_xfer_size: Option<u64>,
 }
 
-/// The answer to a command: a body and perhaps memory whose descriptor goes with it.
+/// The reply to a command: the body, and the memory whose file descriptor is sent with it.
 #[derive(Default)]
 struct Reply {
     body: Vec<u8>,
@@ -98,20 +98,20 @@ impl From<Vec<u8>> for Reply {
     }
 }
 
-/// Serves one client until it goes away.
+/// Serves one client until it disconnects.
 ///
 /// # Errors
 ///
-/// [`ServeError`] if the connection breaks or the client sends what cannot be understood. The device can be served again
-/// in every case.
+/// [`ServeError`] if the connection breaks or the client sends a message that cannot be parsed. The device can be
+/// served again in either case.
 pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(), ServeError> {
     let stream = Arc::new(stream);
-    // A client that does not read must not block the device indefinitely.
+    // Without a limit, a client that does not read would block the device indefinitely.
     stream
-        .set_write_timeout(Some(STALL))
+        .set_write_timeout(Some(STALL_TIMEOUT))
         .map_err(|error| ServeError(error.to_string()))?;
     device.bus().dma.connect(Arc::clone(&stream));
-    let plugged = Plugged {
+    let guard = ConnectionGuard {
         bus: device.bus().clone(),
         stream: Arc::clone(&stream),
     };
@@ -121,33 +121,33 @@ pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(
         negotiated: false,
     }
     .run();
-    drop(plugged);
+    drop(guard);
     device.disconnected();
     result
 }
 
-/// A client is served. When it ends, by a panic of the device too, the device has left the guest's bus.
-struct Plugged {
+/// Takes the device off the guest's bus when the connection ends, also if the device panics.
+struct ConnectionGuard {
     bus: Bus,
     stream: Arc<UnixStream>,
 }
 
-impl Drop for Plugged {
+impl Drop for ConnectionGuard {
     fn drop(&mut self) {
-        self.bus.place(&[None; 6]);
-        hang_up(&self.stream);
+        self.bus.set_bar_addresses(&[None; 6]);
+        close(&self.stream);
         self.bus.dma.disconnect();
-        self.bus.irqs.disconnect_all();
+        self.bus.irqs.remove_all_eventfds();
     }
 }
 
-/// Ends a connection so that the client sees its end, not an error: closing a socket that holds unread data resets the
-/// connection, and an emulator waiting for an answer then takes its own life.
-fn hang_up(mut stream: &UnixStream) {
-    // Fails only if the client was faster.
+/// Closes a connection so that the client sees the end of the stream. Closing a socket that has unread data would reset
+/// the connection, on which QEMU aborts if it waits for a reply.
+fn close(mut stream: &UnixStream) {
+    // Fails only if the client has closed the connection already.
     let _ = stream.shutdown(std::net::Shutdown::Both);
     let mut rest = [0; 4096];
-    // Nothing can be added any more, so this ends.
+    // Ends, because the client can send nothing after the shutdown.
     while matches!(stream.read(&mut rest), Ok(n) if n > 0) {}
 }
 
@@ -159,7 +159,7 @@ struct Session<'a, D: ?Sized> {
 
 impl<D: Device + ?Sized> Session<'_, D> {
     fn run(&mut self) -> Result<(), ServeError> {
-        self.follow_config();
+        self.apply_config();
         loop {
             let message = match stream::receive(self.stream) {
                 Ok(message) => message,
@@ -168,8 +168,8 @@ impl<D: Device + ?Sized> Session<'_, D> {
                     return Ok(());
                 }
                 Err(ReceiveError::BadSize(header)) => {
-                    // Where the next message begins is unknown: say why, and give up.
-                    self.answer(&header, Err(Errno::INVAL))
+                    // The start of the next message is unknown: report the error and end the connection.
+                    self.send_reply(&header, Err(Errno::INVAL))
                         .map_err(|error| ServeError(error.to_string()))?;
                     return Err(ServeError(ReceiveError::BadSize(header).to_string()));
                 }
@@ -180,7 +180,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
                 continue;
             }
             let dma = self.device.bus().dma.clone();
-            let hold = dma.hold();
+            let in_progress = dma.begin_command();
             let header = message.header;
             let result = if header.flags & message::TYPE == 0 {
                 self.handle(message)
@@ -188,15 +188,15 @@ impl<D: Device + ?Sized> Session<'_, D> {
                 Err(Errno::INVAL)
             };
             if let Err(error) = &result {
-                warn!(command = header.command, size = header.size, flags = header.flags, %error, "command refused");
+                warn!(command = header.command, size = header.size, flags = header.flags, %error, "command failed");
             }
-            self.answer(&header, result)
+            self.send_reply(&header, result)
                 .map_err(|error| ServeError(error.to_string()))?;
-            drop(hold);
+            drop(in_progress);
         }
     }
 
-    fn answer(&mut self, request: &Header, result: Result<Reply, Errno>) -> io::Result<()> {
+    fn send_reply(&mut self, request: &Header, result: Result<Reply, Errno>) -> io::Result<()> {
         if request.flags & message::NO_REPLY != 0 {
             return Ok(());
         }
@@ -232,7 +232,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
             return Err(Errno::INVAL);
         }
         if self.negotiated == (header.command == command::VERSION) {
-            // The version comes first, and once.
+            // VERSION must be the first command, and must not be repeated.
             return Err(Errno::INVAL);
         }
         match header.command {
@@ -240,9 +240,9 @@ impl<D: Device + ?Sized> Session<'_, D> {
             command::DMA_MAP => self.dma_map(&body, fds),
             command::DMA_UNMAP => self.dma_unmap(&body),
             command::DEVICE_GET_INFO => {
-                // QEMU maps its memory before it sends this request.
-                debug!("device information; the memory there is at the start is known");
-                self.device.bus().dma.settle();
+                // QEMU sends its initial DMA_MAP messages before this command.
+                debug!("DEVICE_GET_INFO; the initial DMA mappings are complete");
+                self.device.bus().dma.end_initial_maps();
                 Ok(device_info(&body)?.into())
             }
             command::DEVICE_GET_REGION_INFO => self.region_info(&body),
@@ -272,7 +272,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
             ClientVersion::default()
         } else {
             serde_json::from_slice(json).map_err(|error| {
-                warn!(%error, "the client's capabilities cannot be read");
+                warn!(%error, "cannot parse the client's version data");
                 Errno::INVAL
             })?
         };
@@ -349,7 +349,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
             reply.size = region.size();
             reply.flags = proto::REGION_READABLE | proto::REGION_WRITABLE;
             if let Some((shared, ranges)) = region.mapped() {
-                // Even a region mapped as a whole needs its list of areas: without one, the client asks for no descriptor.
+                // Even if all of the region can be mapped, QEMU maps it only if there is a sparse-mmap capability.
                 reply.flags |= proto::REGION_MMAP | proto::REGION_CAPS;
                 reply.cap_offset = size_of::<proto::RegionInfo>() as u32;
                 capability = sparse_capability(ranges);
@@ -392,38 +392,43 @@ impl<D: Device + ?Sized> Session<'_, D> {
             count,
             ..
         } = request;
-        let kind = flags & (proto::SET_DATA_NONE | proto::SET_DATA_BOOL | proto::SET_DATA_EVENTFD);
+        let data_type = flags & (proto::SET_DATA_NONE | proto::SET_DATA_BOOL | proto::SET_DATA_EVENTFD);
         let action = flags & (proto::SET_ACTION_MASK | proto::SET_ACTION_UNMASK | proto::SET_ACTION_TRIGGER);
-        if !kind.is_power_of_two() || !action.is_power_of_two() || flags != kind | action || index >= proto::NUM_IRQS {
+        if !data_type.is_power_of_two()
+            || !action.is_power_of_two()
+            || flags != data_type | action
+            || index >= proto::NUM_IRQS
+        {
             return Err(Errno::INVAL);
         }
-        let all_off = kind == proto::SET_DATA_NONE && action == proto::SET_ACTION_TRIGGER && count == 0 && start == 0;
+        let disable_all =
+            data_type == proto::SET_DATA_NONE && action == proto::SET_ACTION_TRIGGER && count == 0 && start == 0;
         let irqs = &self.device.bus().irqs;
         if index != proto::MSIX_IRQ {
-            // There are no others, so only switching them off can be right.
-            return if all_off { Ok(()) } else { Err(Errno::INVAL) };
+            // The device has only MSI-X. Disabling another type is valid, nothing else.
+            return if disable_all { Ok(()) } else { Err(Errno::INVAL) };
         }
-        if all_off {
-            irqs.disconnect_all();
+        if disable_all {
+            irqs.remove_all_eventfds();
             return Ok(());
         }
-        let chosen: &dyn Fn(usize) -> bool = match kind {
+        let selected: &dyn Fn(usize) -> bool = match data_type {
             proto::SET_DATA_EVENTFD if action != proto::SET_ACTION_TRIGGER => return Err(Errno::OPNOTSUPP),
-            proto::SET_DATA_EVENTFD if fds.is_empty() => return irqs.disconnect(start, count),
-            proto::SET_DATA_EVENTFD if fds.len() as u64 == u64::from(count) => return irqs.connect(start, fds),
+            proto::SET_DATA_EVENTFD if fds.is_empty() => return irqs.remove_eventfds(start, count),
+            proto::SET_DATA_EVENTFD if fds.len() as u64 == u64::from(count) => return irqs.set_eventfds(start, fds),
             proto::SET_DATA_EVENTFD => return Err(Errno::INVAL),
             proto::SET_DATA_BOOL if (data.len() as u64) < u64::from(count) => return Err(Errno::INVAL),
             proto::SET_DATA_BOOL => &|i| data[i] != 0,
             _ => &|_| true,
         };
         match action {
-            proto::SET_ACTION_TRIGGER => irqs.trigger(start, count, chosen),
-            proto::SET_ACTION_MASK => irqs.mask(start, count, true, chosen),
-            _ => irqs.mask(start, count, false, chosen),
+            proto::SET_ACTION_TRIGGER => irqs.trigger(start, count, selected),
+            proto::SET_ACTION_MASK => irqs.mask(start, count, true, selected),
+            _ => irqs.mask(start, count, false, selected),
         }
     }
 
-    /// Checks an access and returns the size of its region.
+    /// Checks an access. Fails with `EINVAL` if it is empty, too long, or exceeds its region.
     fn check_access(&self, access: &proto::RegionAccess) -> Result<(), Errno> {
         let size = match access.region {
             proto::CONFIG_REGION => proto::CONFIG_SIZE,
@@ -444,13 +449,13 @@ impl<D: Device + ?Sized> Session<'_, D> {
         reply.resize(head + access.count as usize, 0);
         let data = &mut reply[head..];
         if access.region == proto::CONFIG_REGION {
-            // Not truncated: within the configuration space.
+            // No truncation: the offset lies in the configuration space.
             self.device.config_read(access.offset as usize, data);
             return Ok(reply);
         }
         if let Some(msix) = self.msix_part(&access) {
             match msix {
-                // The client keeps the table; what it never asks for reads as zeros.
+                // The client emulates the table and never reads it here, so it reads as zeros.
                 MsixPart::Table => {}
                 MsixPart::Pending(at) => {
                     for (i, byte) in data.iter_mut().enumerate() {
@@ -489,7 +494,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
         if count > (rest.len() / each) as u64 {
             return Err(Errno::INVAL);
         }
-        // Every write that is right is done, as if it had come alone; the first mistake is what is reported.
+        // All valid writes are executed, as if each were a message of its own. The first error is returned.
         let mut result = Ok(());
         for _ in 0..count {
             let (one, after) = rest.split_at(each);
@@ -507,9 +512,9 @@ impl<D: Device + ?Sized> Session<'_, D> {
     fn write_one(&mut self, access: &proto::RegionAccess, data: &[u8]) -> Result<(), Errno> {
         self.check_access(access)?;
         if access.region == proto::CONFIG_REGION {
-            // Not truncated: within the configuration space.
+            // No truncation: the offset lies in the configuration space.
             self.device.config_write(access.offset as usize, data);
-            self.follow_config();
+            self.apply_config();
             return Ok(());
         }
         if self.msix_part(access).is_some() {
@@ -529,7 +534,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
         Ok(())
     }
 
-    /// Which of the MSI-X structures an access lies in.
+    /// The MSI-X structure in which an access lies, if any.
     fn msix_part(&mut self, access: &proto::RegionAccess) -> Option<MsixPart> {
         let Msix {
             vectors,
@@ -548,14 +553,14 @@ impl<D: Device + ?Sized> Session<'_, D> {
             return Some(MsixPart::Table);
         }
         if inside(pba..pba + u64::from(vectors).div_ceil(64) * 8) {
-            // Not truncated: the pending bits are a few hundred bytes at most.
+            // No truncation: the Pending Bit Array has at most 256 bytes.
             return Some(MsixPart::Pending((access.offset - pba) as usize));
         }
         None
     }
 
-    /// Makes what the configuration space says take effect.
-    fn follow_config(&mut self) {
+    /// Applies the configuration space: function-level reset, bus mastering, MSI-X Enable, BAR addresses.
+    fn apply_config(&mut self) {
         if self.device.config().take_reset_request() {
             self.reset();
         }
@@ -563,14 +568,14 @@ impl<D: Device + ?Sized> Session<'_, D> {
         let (master, msix) = (config.bus_master(), config.msix_enabled());
         let bars = config.bar_addresses();
         let bus = self.device.bus();
-        bus.place(&bars);
+        bus.set_bar_addresses(&bars);
         bus.dma.set_bus_master(master);
         bus.irqs.set_enabled(msix);
     }
 
     fn reset(&mut self) {
         info!("reset");
-        self.device.bus().place(&[None; 6]);
+        self.device.bus().set_bar_addresses(&[None; 6]);
         self.device.bus().dma.abort();
         self.device.reset();
         self.device.bus().irqs.reset();
@@ -581,11 +586,11 @@ impl<D: Device + ?Sized> Session<'_, D> {
 
 enum MsixPart {
     Table,
-    /// The offset in the pending bits.
+    /// Byte offset in the Pending Bit Array.
     Pending(usize),
 }
 
-/// Takes a structure off the front of a body.
+/// Splits a structure off the start of a body. Fails with `EINVAL` if the body is too short.
 fn parse<T: FromBytes + KnownLayout + Immutable>(body: &[u8]) -> Result<(T, &[u8]), Errno> {
     T::read_from_prefix(body).map_err(|_| Errno::INVAL)
 }
@@ -609,7 +614,7 @@ fn sparse_capability(ranges: &[Range<u64>]) -> Vec<u8> {
         id: proto::SPARSE_MMAP,
         version: 1,
         next: 0,
-        // Not truncated: a region has a handful of areas.
+        // No truncation: a region has few areas.
         areas: ranges.len() as u32,
         reserved: 0,
     };

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Whole messages and their descriptors over a unix socket.
+//! Sends and receives whole messages with their file descriptors over a UNIX domain socket.
 
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -17,49 +17,49 @@ use zerocopy::FromBytes;
 
 use crate::proto::{HEADER, Header, MAX_FDS, MAX_MESSAGE};
 
-/// How long the rest of a message that has begun may take, and how long the other side may take to accept one.
-pub(crate) const STALL: Duration = Duration::from_secs(10);
+/// Maximum time from the first byte of a message to its last, and for the other side to accept a message.
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A message received.
+/// A received message.
 #[derive(Debug)]
 pub(crate) struct Message {
     pub(crate) header: Header,
     pub(crate) body: Vec<u8>,
     pub(crate) fds: Vec<OwnedFd>,
-    /// Descriptors were lost because there were more than [`MAX_FDS`], or they could not be taken.
+    /// File descriptors were lost, because there were more than [`MAX_FDS`] or this process could not receive them.
     pub(crate) truncated: bool,
 }
 
-/// Why no message could be received.
+/// Why receiving a message failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
-    #[error("the other side closed the connection")]
+    #[error("the connection was closed")]
     Closed,
-    #[error("the other side closed the connection within a message")]
-    Cut,
-    #[error("a message did not arrive in full within {} s", STALL.as_secs())]
+    #[error("the connection was closed within a message")]
+    Truncated,
+    #[error("a message was not received completely within {} s", STALL_TIMEOUT.as_secs())]
     Stalled,
-    /// The stream cannot be followed any more after such a header.
+    /// The start of the next message is unknown, so no later message can be received.
     #[error("message size {} is out of bounds", .0.size)]
     BadSize(Header),
     #[error(transparent)]
     Io(#[from] io::Error),
 }
 
-/// Receives one message. Waits without a bound for its first byte, and at most [`STALL`] for the rest.
+/// Receives one message. Waits without limit for its first byte, and at most [`STALL_TIMEOUT`] for the rest.
 pub(crate) fn receive(stream: &UnixStream) -> Result<Message, ReceiveError> {
     let mut fds = Vec::new();
     let mut truncated = false;
     let mut deadline = None;
     let mut header = [0; HEADER];
-    fill(stream, &mut header, &mut fds, &mut truncated, &mut deadline)?;
+    receive_exact(stream, &mut header, &mut fds, &mut truncated, &mut deadline)?;
     let header = Header::read_from_bytes(&header).map_err(|_| io::Error::from(io::ErrorKind::InvalidData))?;
     let size = header.size as usize;
     if !(HEADER..=MAX_MESSAGE).contains(&size) {
         return Err(ReceiveError::BadSize(header));
     }
     let mut body = vec![0; size - HEADER];
-    fill(stream, &mut body, &mut fds, &mut truncated, &mut deadline)?;
+    receive_exact(stream, &mut body, &mut fds, &mut truncated, &mut deadline)?;
     Ok(Message {
         header,
         body,
@@ -68,7 +68,8 @@ pub(crate) fn receive(stream: &UnixStream) -> Result<Message, ReceiveError> {
     })
 }
 
-fn fill(
+/// Fills `buffer`, and appends received file descriptors to `fds`. Sets `deadline` when the first byte arrives.
+fn receive_exact(
     stream: &UnixStream,
     mut buffer: &mut [u8],
     fds: &mut Vec<OwnedFd>,
@@ -112,18 +113,18 @@ fn fill(
         }
         if got.bytes == 0 {
             return Err(if deadline.is_some() {
-                ReceiveError::Cut
+                ReceiveError::Truncated
             } else {
                 ReceiveError::Closed
             });
         }
-        deadline.get_or_insert_with(|| Instant::now() + STALL);
+        deadline.get_or_insert_with(|| Instant::now() + STALL_TIMEOUT);
         buffer = &mut buffer[got.bytes..];
     }
     Ok(())
 }
 
-/// Sends a whole message, with descriptors attached to its first byte. The socket's send timeout bounds each part.
+/// Sends a whole message. The file descriptors go with its first byte. The socket's send timeout limits each `sendmsg`.
 pub(crate) fn send(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     let mut sent = 0;
     while sent < bytes.len() {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A device's own thread, whose end by a panic is the end of the device, and of no other.
+//! The thread of a device. A panic of the thread ends the device, and no other device.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -12,18 +12,18 @@ use tracing::error;
 
 use crate::device::Bus;
 
-/// Whether a device's thread has panicked. Clones share the state.
+/// Records whether a thread of a device has panicked. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub struct Health(Arc<AtomicBool>);
 
 impl Health {
-    /// Whether the device can go on.
+    /// True as long as no thread has panicked.
     pub fn is_good(&self) -> bool {
         !self.0.load(Ordering::SeqCst)
     }
 }
 
-/// A device's own thread. If it panics, the device is cut off from its client, which sees it vanish.
+/// The thread of a device. If it panics, the client is disconnected and sees the device disappear.
 #[derive(Debug)]
 pub struct Worker {
     thread: Option<JoinHandle<()>>,
@@ -31,29 +31,30 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Runs `body` on a thread called `name`.
+    /// Runs `body` on a thread with the name `name`.
     ///
     /// # Errors
     ///
-    /// If there can be no thread.
+    /// The thread cannot be created.
     pub fn spawn(name: &str, bus: Bus, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         Self::spawn_with(name, bus, Health::default(), body)
     }
 
-    /// As [`Worker::spawn`], for one of several threads of a device, which have their health in common.
+    /// As [`Worker::spawn`], for one of several threads of a device that share `health`.
     ///
     /// # Errors
     ///
-    /// If there can be no thread.
+    /// The thread cannot be created.
     pub fn spawn_with(name: &str, bus: Bus, health: Health, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn({
             let (health, name) = (health.clone(), name.to_owned());
             move || {
-                // Only the device has state that the panic may make inconsistent, and the device is only taken down afterwards.
+                // Unwind safety: only the device has state that the panic can make inconsistent, and the device is only
+                // torn down.
                 if catch_unwind(AssertUnwindSafe(body)).is_err() {
-                    error!(name, "the worker panicked; its device is dead");
+                    error!(name, "a device thread panicked; the device is disconnected");
                     health.0.store(true, Ordering::SeqCst);
-                    bus.sever();
+                    bus.disconnect_client();
                 }
             }
         })?;
@@ -63,15 +64,15 @@ impl Worker {
         })
     }
 
-    /// Returns a handle that reports whether the thread has panicked.
+    /// Returns the health of the device, which reports whether one of its threads has panicked.
     pub fn health(&self) -> Health {
         self.health.clone()
     }
 
-    /// Waits for the end of the thread, which the caller must have requested.
+    /// Waits for the thread to end. The caller must have requested the end before.
     pub fn join(&mut self) {
         if let Some(thread) = self.thread.take() {
-            // A panic was caught in the thread.
+            // The thread catches panics, so there is no result.
             let _ = thread.join();
         }
     }

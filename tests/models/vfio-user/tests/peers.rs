@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Two devices of one guest in one process: the one reaches the other's memory wherever the guest puts it, and only there.
+//! Two devices of one guest in one process: a device accesses the other's memory at the address that the guest
+//! assigned, and at no other address.
 
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
@@ -17,15 +18,15 @@ const SIZE: u64 = 1 << 20;
 const COMMAND: u64 = 4;
 const BAR2: u64 = 0x18;
 
-/// A device that is memory behind BAR2, and panics when register 0 is written.
-struct Card {
+/// A device with memory behind BAR 2. A write to its registers panics.
+struct MemoryDevice {
     bus: Bus,
     config: ConfigSpace,
     registers: Region,
     bar2: Region,
 }
 
-impl Card {
+impl MemoryDevice {
     fn new(name: &str, peers: &Peers) -> (Self, Arc<Memory>) {
         let memory = Arc::new(Memory::new(name, SIZE).unwrap());
         let bus = Bus::among(1, peers);
@@ -36,17 +37,17 @@ impl Card {
             .pcie(LinkSpeed::Gen3, 4)
             .build()
             .unwrap();
-        let card = Self {
+        let device = Self {
             bus,
             config,
             registers: Region::registers(4096),
             bar2: Region::memory(Arc::clone(&memory)),
         };
-        (card, memory)
+        (device, memory)
     }
 }
 
-impl Device for Card {
+impl Device for MemoryDevice {
     fn bus(&self) -> &Bus {
         &self.bus
     }
@@ -62,17 +63,17 @@ impl Device for Card {
     }
     fn read(&mut self, _region: u32, _offset: u64, _data: &mut [u8]) {}
     fn write(&mut self, _region: u32, _offset: u64, _data: &[u8]) {
-        panic!("this device cannot go on");
+        panic!("deliberate panic of the test device");
     }
     fn reset(&mut self) {}
 }
 
-fn plug(mut card: Card) -> (Client, Bus, JoinHandle<Card>) {
+fn serve_device(mut device: MemoryDevice) -> (Client, Bus, JoinHandle<MemoryDevice>) {
     let (theirs, ours) = UnixStream::pair().unwrap();
-    let bus = card.bus.clone();
+    let bus = device.bus.clone();
     let server = std::thread::spawn(move || {
-        let _ = serve(ours, &mut card);
-        card
+        let _ = serve(ours, &mut device);
+        device
     });
     let mut client = Client::new(theirs).unwrap();
     client.version().unwrap();
@@ -83,140 +84,145 @@ fn config_write(client: &mut Client, offset: u64, data: &[u8]) {
     client.write(proto::CONFIG_REGION, offset, data).unwrap();
 }
 
-fn place(client: &mut Client, address: u64) {
+fn set_bar2(client: &mut Client, address: u64) {
     config_write(client, BAR2, &(address as u32).to_le_bytes());
     config_write(client, BAR2 + 4, &((address >> 32) as u32).to_le_bytes());
 }
 
-/// Two devices. The first does DMA: it is a bus master, and the client has mapped 0x1_0000_0000 to 0x2_0000_0000 for it. The
-/// second decodes the beginning of that range.
-struct Two {
-    a: (Client, Bus, JoinHandle<Card>),
-    b: (Client, Bus, JoinHandle<Card>),
+/// Two devices. Device `a` is a bus master and has a mapping of 0x1_0000_0000 to 0x2_0000_0000 without a file
+/// descriptor. The memory of device `b` is decoded at the start of that range.
+struct DevicePair {
+    a: (Client, Bus, JoinHandle<MemoryDevice>),
+    b: (Client, Bus, JoinHandle<MemoryDevice>),
     memory: Arc<Memory>,
     peers: Peers,
 }
 
 const WINDOW: u64 = 0x1_0000_0000;
 
-fn two() -> Two {
+fn pair() -> DevicePair {
     let peers = Peers::new();
-    let (a, _) = Card::new("a", &peers);
-    let (b, memory) = Card::new("b", &peers);
-    let (mut a, mut b) = (plug(a), plug(b));
+    let (a, _) = MemoryDevice::new("a", &peers);
+    let (b, memory) = MemoryDevice::new("b", &peers);
+    let (mut a, mut b) = (serve_device(a), serve_device(b));
     config_write(&mut a.0, COMMAND, &[6, 0]);
     a.0.dma_map(WINDOW, WINDOW, None).unwrap();
-    place(&mut b.0, WINDOW);
+    set_bar2(&mut b.0, WINDOW);
     config_write(&mut b.0, COMMAND, &[2, 0]);
-    Two { a, b, memory, peers }
+    DevicePair { a, b, memory, peers }
 }
 
-/// What the other device's memory begins with.
-fn begins(memory: &Memory) -> [u8; 6] {
+/// The first bytes of a device's memory.
+fn first_bytes(memory: &Memory) -> [u8; 6] {
     let mut data = [0; 6];
     memory.read(0, &mut data).unwrap();
     data
 }
 
-/// Writes; the client answers messages for memory that is not mapped here. Returns whether there was a message.
-fn write(two: &mut Two, address: u64, data: &'static [u8]) -> (Result<(), DmaError>, bool) {
-    let asked = Arc::new(Mutex::new(false));
-    two.a.0.set_bus(Box::new({
-        let asked = Arc::clone(&asked);
+/// Writes by DMA of device `a`. Also returns whether the library sent a DMA message to the client, which fails it with
+/// EFAULT.
+fn write(pair: &mut DevicePair, address: u64, data: &'static [u8]) -> (Result<(), DmaError>, bool) {
+    let requested = Arc::new(Mutex::new(false));
+    pair.a.0.set_bus(Box::new({
+        let requested = Arc::clone(&requested);
         move |_, _, _| {
-            *asked.lock().unwrap() = true;
+            *requested.lock().unwrap() = true;
             Err(14)
         }
     }));
-    let dma = two.a.1.dma.clone();
+    let dma = pair.a.1.dma.clone();
     let worker = std::thread::spawn(move || dma.write(address, data));
     while !worker.is_finished() {
         let mut id = [0; 4];
-        two.a.0.read(proto::CONFIG_REGION, 0, &mut id).unwrap();
+        pair.a.0.read(proto::CONFIG_REGION, 0, &mut id).unwrap();
         std::thread::sleep(Duration::from_millis(1));
     }
     let result = worker.join().unwrap();
-    let asked = *asked.lock().unwrap();
-    (result, asked)
+    let requested = *requested.lock().unwrap();
+    (result, requested)
 }
 
 #[test]
 fn memory_is_where_the_guest_put_it() {
-    let mut two = two();
-    assert_eq!(two.peers.list()[1].address, Some(WINDOW));
-    assert_eq!(write(&mut two, WINDOW, b"first "), (Ok(()), false));
-    assert_eq!(&begins(&two.memory), b"first ");
-    // Sizing: neither the old place nor the mask is an address of it.
-    place(&mut two.b.0, u64::MAX);
-    assert_eq!(two.peers.list()[1].address, None);
+    let mut pair = pair();
+    assert_eq!(pair.peers.list()[1].address, Some(WINDOW));
+    assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
+    assert_eq!(&first_bytes(&pair.memory), b"first ");
+    // While BAR 2 is being sized, neither the old address nor the mask is an address of the memory.
+    set_bar2(&mut pair.b.0, u64::MAX);
+    assert_eq!(pair.peers.list()[1].address, None);
     assert_eq!(
-        write(&mut two, WINDOW, b"stale "),
+        write(&mut pair, WINDOW, b"stale "),
         (Err(DmaError::Unreachable(WINDOW)), true)
     );
-    place(&mut two.b.0, WINDOW + 16 * SIZE);
-    assert_eq!(write(&mut two, WINDOW + 16 * SIZE, b"moved "), (Ok(()), false));
-    assert!(write(&mut two, WINDOW, b"stale ").1);
-    // Not decoded.
-    config_write(&mut two.b.0, COMMAND, &[0, 0]);
-    assert!(write(&mut two, WINDOW + 16 * SIZE, b"stale ").1);
-    config_write(&mut two.b.0, COMMAND, &[2, 0]);
-    assert_eq!(&begins(&two.memory), b"moved ");
-    assert_eq!(write(&mut two, WINDOW + 16 * SIZE, b"again "), (Ok(()), false));
-    assert_eq!(two.a.1.dma.by_target()["b"], Moved { read: 0, written: 18 });
-    assert_eq!(two.a.1.dma.counts().message_written, 0);
+    set_bar2(&mut pair.b.0, WINDOW + 16 * SIZE);
+    assert_eq!(write(&mut pair, WINDOW + 16 * SIZE, b"moved "), (Ok(()), false));
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
+    // Memory Space Enable is 0: the BAR is not decoded.
+    config_write(&mut pair.b.0, COMMAND, &[0, 0]);
+    assert!(write(&mut pair, WINDOW + 16 * SIZE, b"stale ").1);
+    config_write(&mut pair.b.0, COMMAND, &[2, 0]);
+    assert_eq!(&first_bytes(&pair.memory), b"moved ");
+    assert_eq!(write(&mut pair, WINDOW + 16 * SIZE, b"again "), (Ok(()), false));
+    assert_eq!(pair.a.1.dma.by_target()["b"], Moved { read: 0, written: 18 });
+    assert_eq!(pair.a.1.dma.counts().message_written, 0);
 }
 
 #[test]
 fn a_reset_takes_the_address_away() {
-    let mut two = two();
-    assert_eq!(write(&mut two, WINDOW, b"first "), (Ok(()), false));
-    two.b.0.reset().unwrap();
-    assert!(write(&mut two, WINDOW, b"stale ").1);
-    assert_eq!(&begins(&two.memory), b"first ");
-    // A function-level reset as well: device control of the PCIe capability, the first one here.
-    place(&mut two.b.0, WINDOW);
-    config_write(&mut two.b.0, COMMAND, &[2, 0]);
-    assert_eq!(write(&mut two, WINDOW, b"second"), (Ok(()), false));
-    config_write(&mut two.b.0, 0x40 + 8, &[0, 0x80]);
-    assert_eq!(two.peers.list()[1].address, None);
-    assert!(write(&mut two, WINDOW, b"stale ").1);
-    assert_eq!(&begins(&two.memory), b"second");
+    let mut pair = pair();
+    assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
+    pair.b.0.reset().unwrap();
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
+    assert_eq!(&first_bytes(&pair.memory), b"first ");
+    // The same by function-level reset: Device Control of the PCIe capability, which is the first one of this device.
+    set_bar2(&mut pair.b.0, WINDOW);
+    config_write(&mut pair.b.0, COMMAND, &[2, 0]);
+    assert_eq!(write(&mut pair, WINDOW, b"second"), (Ok(()), false));
+    config_write(&mut pair.b.0, 0x40 + 8, &[0, 0x80]);
+    assert_eq!(pair.peers.list()[1].address, None);
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
+    assert_eq!(&first_bytes(&pair.memory), b"second");
 }
 
 #[test]
 fn a_device_that_is_gone_has_no_address() {
-    let mut two = two();
-    assert_eq!(write(&mut two, WINDOW, b"first "), (Ok(()), false));
-    let (client, bus, server) = std::mem::replace(&mut two.b, {
-        let (spare, _) = Card::new("spare", &Peers::new());
-        plug(spare)
+    let mut pair = pair();
+    assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
+    let (client, bus, server) = std::mem::replace(&mut pair.b, {
+        let (spare, _) = MemoryDevice::new("spare", &Peers::new());
+        serve_device(spare)
     });
     drop(client);
-    let card = server.join().unwrap();
-    assert_eq!(two.peers.list()[1].address, None);
-    assert!(write(&mut two, WINDOW, b"stale ").1);
-    assert_eq!(&begins(&two.memory), b"first ");
-    drop((card, bus));
-    assert_eq!(two.peers.list().len(), 1, "the entry goes with the last of the bus");
+    let device = server.join().unwrap();
+    assert_eq!(pair.peers.list()[1].address, None);
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
+    assert_eq!(&first_bytes(&pair.memory), b"first ");
+    drop((device, bus));
+    assert_eq!(
+        pair.peers.list().len(),
+        1,
+        "the entry remains after the last clone of the bus was dropped"
+    );
 }
 
 #[test]
 fn a_device_that_panics_leaves_its_place() {
-    let mut two = two();
-    assert!(two.b.0.write(0, 0, &[0; 4]).is_err(), "the connection ends");
-    let (spare, _) = Card::new("spare", &Peers::new());
-    let (_, _, server) = std::mem::replace(&mut two.b, plug(spare));
+    let mut pair = pair();
+    assert!(pair.b.0.write(0, 0, &[0; 4]).is_err(), "the connection did not end");
+    let (spare, _) = MemoryDevice::new("spare", &Peers::new());
+    let (_, _, server) = std::mem::replace(&mut pair.b, serve_device(spare));
     assert!(server.join().is_err());
-    assert!(write(&mut two, WINDOW, b"stale ").1);
-    assert_eq!(begins(&two.memory), [0; 6]);
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
+    assert_eq!(first_bytes(&pair.memory), [0; 6]);
 }
 
 #[test]
 fn a_device_can_cut_itself_off() {
-    let mut two = two();
-    two.b.1.sever();
-    assert_eq!(two.peers.list()[1].address, None);
+    let mut pair = pair();
+    pair.b.1.disconnect_client();
+    assert_eq!(pair.peers.list()[1].address, None);
     let mut data = [0; 4];
-    assert!(two.b.0.read(0, 0, &mut data).is_err());
-    assert!(write(&mut two, WINDOW, b"stale ").1);
+    assert!(pair.b.0.read(0, 0, &mut data).is_err());
+    assert!(write(&mut pair, WINDOW, b"stale ").1);
 }

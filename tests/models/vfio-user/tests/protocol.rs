@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The protocol from the client's side: what it should do, and what it must survive.
+//! The protocol as seen by a client: valid commands, and invalid ones that the server must survive.
 
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -21,8 +21,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 use zerocopy::IntoBytes;
 
-/// A device with registers that store their value, half a BAR of mapped memory, and a worker that does DMA on request.
-struct Toy {
+/// A device with registers that keep their values, a BAR of which half can be mapped, and a channel that requests DMA
+/// of a worker.
+struct TestDevice {
     bus: Bus,
     config: ConfigSpace,
     registers: Region,
@@ -33,7 +34,7 @@ struct Toy {
     jobs: Sender<u64>,
 }
 
-impl Toy {
+impl TestDevice {
     fn new() -> (Self, Receiver<u64>) {
         let bus = Bus::new(4);
         let config = ConfigBuilder::new(0x1234, 0x0001)
@@ -44,9 +45,9 @@ impl Toy {
             .msix(4, 4, 0, 4096)
             .build()
             .unwrap();
-        let memory = Arc::new(Memory::new("toy", 16384).unwrap());
+        let memory = Arc::new(Memory::new("device", 16384).unwrap());
         let (jobs, receiver) = channel();
-        let toy = Self {
+        let device = Self {
             bus,
             config,
             registers: Region::registers(4096),
@@ -56,11 +57,11 @@ impl Toy {
             resets: 0,
             jobs,
         };
-        (toy, receiver)
+        (device, receiver)
     }
 }
 
-impl Device for Toy {
+impl Device for TestDevice {
     fn bus(&self) -> &Bus {
         &self.bus
     }
@@ -84,7 +85,7 @@ impl Device for Toy {
         if region == 0 {
             self.written[offset as usize..][..data.len()].copy_from_slice(data);
             if let ([8, 0xff, ..], true) = (data, offset == 8) {
-                // DMA by message on the serving thread must be refused, not wait for itself.
+                // DMA by message on the serving thread must fail, not wait for itself.
                 assert_eq!(self.bus.dma.write(0x100_0000, &[0]), Err(DmaError::WrongThread));
             }
             if offset == 0 {
@@ -98,19 +99,19 @@ impl Device for Toy {
     }
 }
 
-/// A served device and its client. Dropping the client ends the thread.
-fn start() -> (Client, Bus, Receiver<u64>, JoinHandle<(Toy, bool)>) {
+/// Serves a device, and returns its client. Dropping the client ends the serving thread.
+fn start() -> (Client, Bus, Receiver<u64>, JoinHandle<(TestDevice, bool)>) {
     let (theirs, ours) = UnixStream::pair().unwrap();
-    let (mut toy, jobs) = Toy::new();
-    let bus = toy.bus.clone();
+    let (mut device, jobs) = TestDevice::new();
+    let bus = device.bus.clone();
     let server = std::thread::spawn(move || {
-        let good = serve(ours, &mut toy).is_ok();
-        (toy, good)
+        let good = serve(ours, &mut device).is_ok();
+        (device, good)
     });
     (Client::new(theirs).unwrap(), bus, jobs, server)
 }
 
-fn started() -> (Client, Bus, Receiver<u64>, JoinHandle<(Toy, bool)>) {
+fn started() -> (Client, Bus, Receiver<u64>, JoinHandle<(TestDevice, bool)>) {
     let mut all = start();
     all.0.version().unwrap();
     all
@@ -169,7 +170,7 @@ fn regions_are_described_and_mappable() {
     assert_eq!(capabilities[..12], [1, 0, 1, 0, 0, 0, 0, 0, 2, 0, 0, 0]);
     let area = |i: usize| u64::from_le_bytes(capabilities[16 + 8 * i..][..8].try_into().unwrap());
     assert_eq!([area(0), area(1), area(2), area(3)], [4096, 4096, 12288, 4096]);
-    // The descriptor is the memory that accesses by message reach.
+    // The file descriptor refers to the memory that REGION_WRITE writes.
     client.write(2, 4096, b"by message").unwrap();
     let mut data = [0; 10];
     rustix::io::pread(&fds[0], &mut data, 4096).unwrap();
@@ -181,7 +182,7 @@ fn regions_are_described_and_mappable() {
     let (info, ..) = client.region_info(1).unwrap();
     assert_eq!((info.size, info.flags), (0, 0));
     refused(client.region_info(9), Errno::INVAL);
-    // With too little space the reply states the required size.
+    // If `argsz` is too small, the reply has the required size and no capabilities.
     let request = proto::RegionInfo {
         argsz: 32,
         index: 2,
@@ -284,7 +285,7 @@ fn multiple_writes_are_all_done() {
         .request(command::REGION_WRITE_MULTI, &[&count(2), &writes], &[])
         .unwrap();
     assert_eq!(client.read64(0, 32).unwrap(), 0x0202_0101_0101);
-    // A mistake in one is reported and does not keep the others from being done.
+    // An invalid write is reported, and the others are executed.
     let writes = [
         one(40, 0, &[3]),
         one(9999, 0, &[3]),
@@ -321,7 +322,7 @@ fn no_reply_is_honoured() {
             .unwrap();
         client.send(command::REGION_WRITE, 0x10, &[&[0xff; 40]], &[]).unwrap();
     }
-    // The first reply to arrive is that of the read.
+    // The first reply that arrives is that of the read.
     assert_eq!(client.read64(0, 64 + 72).unwrap(), 9);
 }
 
@@ -358,7 +359,7 @@ fn fired(fd: &OwnedFd) -> u64 {
     rustix::io::read(fd, &mut value).map_or(0, |_| u64::from_ne_bytes(value))
 }
 
-/// Sets the MSI-X enable bit as the guest does.
+/// Sets the MSI-X Enable bit, as the guest does.
 fn enable_msix(client: &mut Client) {
     let mut at = u64::from(client.read32(proto::CONFIG_REGION, 0x34).unwrap() & 0xff);
     while client.read32(proto::CONFIG_REGION, at).unwrap() & 0xff != 0x11 {
@@ -383,10 +384,10 @@ fn interrupts_survive_rearming() {
     assert_eq!(bus.irqs.raise(3), Raised::Latched);
     let mut pending = [0; 1];
     client.read(4, 4096, &mut pending).unwrap();
-    assert_eq!(pending, [0b1000], "the pending bits are readable");
+    assert_eq!(pending, [0b1000], "the Pending Bit Array has another value");
     client.arm(0, &fds).unwrap();
     assert_eq!(fired(&fds[3]), 1);
-    // One vector taken away, as when the guest masks it.
+    // One eventfd is removed, as when the guest masks a vector.
     client.set_irqs(EVENTFD, 1, 1, &[], &[]).unwrap();
     assert_eq!(bus.irqs.raise(1), Raised::Latched);
     client
@@ -409,7 +410,7 @@ fn interrupts_survive_rearming() {
         )
         .unwrap();
     assert_eq!(fds.iter().map(fired).collect::<Vec<_>>(), [1, 0, 0, 1]);
-    // Table writes are the client's own business.
+    // The client emulates the table; the server ignores writes to it.
     client.write(4, 0, &[0xff; 16]).unwrap();
     assert_eq!(client.read32(4, 0).unwrap(), 0);
 }
@@ -443,7 +444,7 @@ fn bad_interrupt_set_ups() {
     );
     let pipe = rustix::pipe::pipe().unwrap();
     refused(client.arm(0, &[pipe.1]), Errno::INVAL);
-    // More descriptors than a message may have.
+    // More file descriptors than the server accepts in a message.
     let many = events(17);
     let many: Vec<BorrowedFd<'_>> = many.iter().map(AsFd::as_fd).collect();
     assert!(client.set_irqs(eventfd, 0, 17, &[], &many).is_err());
@@ -467,7 +468,8 @@ fn dma_by_descriptor_and_unmapping() {
     assert_eq!(bus.dma.counts().host_written, 13);
     refused(client.dma_unmap(0, 4096), Errno::INVAL);
     client.dma_unmap(1 << 32, 1 << 19).unwrap();
-    // The device now sends a message, and no thread answers: this thread has to serve the client's side.
+    // The range is accessed by messages now, and the client has no memory there. The client replies to messages only
+    // while this thread waits for a reply.
     let dma = bus.dma.clone();
     let worker = std::thread::spawn(move || dma.read(1 << 32, &mut [0; 4]));
     pump_until(&mut client, &worker);
@@ -476,7 +478,7 @@ fn dma_by_descriptor_and_unmapping() {
     assert_eq!(bus.dma.read(0, &mut data), Err(DmaError::BusMasterOff));
 }
 
-/// Reads a register until the worker has ended, at most for two minutes; the client answers DMA messages meanwhile.
+/// Reads a register until the worker ends, at most for two minutes. Meanwhile, the client replies to DMA messages.
 fn pump_until<T>(client: &mut Client, worker: &JoinHandle<T>) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !worker.is_finished() {
@@ -491,7 +493,7 @@ fn dma_by_message_is_cut_and_counted() {
     config_write(&mut client, 4, &[6, 0]);
     let ram = Memory::new("guest", 1 << 16).unwrap();
     client.dma_map(0, 1 << 16, Some((ram.fd(), 0))).unwrap();
-    // A peer known without a descriptor, then a hole that something answers in all the same.
+    // A peer whose mapping has no file descriptor, followed by unmapped addresses at which memory answers too.
     client.dma_map(0x10000, 0x10000, None).unwrap();
     let peer = Arc::new(Mutex::new(vec![0_u8; 0x40000]));
     let sizes = Arc::new(Mutex::new(Vec::new()));
@@ -525,10 +527,13 @@ fn dma_by_message_is_cut_and_counted() {
         }
     });
     pump_until(&mut client, &worker);
-    assert!(worker.join().unwrap().unwrap() == data, "what was written is read back");
+    assert!(
+        worker.join().unwrap().unwrap() == data,
+        "the data read differs from the data written"
+    );
     assert!(
         peer.lock().unwrap()[..0x28000] == data[0x8000..],
-        "it is the peer that has it"
+        "the peer's memory does not have the data"
     );
     assert!(sizes.lock().unwrap().iter().all(|size| *size <= 64 << 10));
     let counts = bus.dma.counts();
@@ -554,7 +559,7 @@ fn dma_never_overtakes_the_answer_that_triggered_it() {
         Ok(done)
     });
     for i in 0..200_u64 {
-        // Sent raw, so that the order of what comes back is seen: the answer is first.
+        // Sent without waiting, to check the order of messages: the reply must precede the DMA_WRITE.
         let access = proto::RegionAccess {
             offset: 0,
             region: 0,
@@ -600,7 +605,7 @@ fn a_lost_client_ends_dma() {
         let dma = bus.dma.clone();
         move || dma.read(0x1000, &mut [0; 8])
     });
-    // The message has arrived, nobody answers, the client goes.
+    // The client receives the message, does not reply, and disconnects.
     let mut header = [0; 16];
     read_exact(&client, &mut header);
     assert_eq!(header[2..4], command::DMA_READ.to_le_bytes());
@@ -652,7 +657,8 @@ fn impossible_sizes_end_the_connection_with_an_error() {
 
 #[test]
 fn a_server_that_gives_up_leaves_no_reset_behind() {
-    // A size that cannot be, and a request after it that is never read: the client still sees an orderly end.
+    // An invalid size, followed by data that the server never reads: the client sees the end of the stream, not an
+    // error.
     let (mut client, _bus, _jobs, server) = started();
     let mut bytes = [0_u8; 16 + 4096];
     bytes[4] = 1;
@@ -674,7 +680,7 @@ fn a_message_cut_short_ends_the_connection() {
 proptest! {
     #![proptest_config(config(150))]
 
-    /// Whatever bytes follow a header that is right in itself, the device is there afterwards.
+    /// The server replies to messages with a valid header and any body, and still works afterwards.
     #[test]
     fn any_body_is_answered(
         messages in proptest::collection::vec(
@@ -695,7 +701,7 @@ proptest! {
         prop_assert_eq!(client.read32(proto::CONFIG_REGION, 0).unwrap(), 0x0001_1234);
     }
 
-    /// Small numbers reach deeper than random bytes: structures that are nearly right.
+    /// As above, with bodies of words that are mostly small, so that more of the checks are passed.
     #[test]
     fn nearly_right_structures_are_answered(
         words in proptest::collection::vec(prop_oneof![0_u32..40, Just(u32::MAX), Just(4096), Just(1 << 20), any::<u32>()], 0..12),
@@ -710,11 +716,11 @@ proptest! {
         prop_assert_eq!(client.read32(proto::CONFIG_REGION, 0).unwrap(), 0x0001_1234);
     }
 
-    /// Bytes that are no messages at all: the server ends, and neither panics nor hangs.
+    /// The server ends without a panic on any sequence of bytes.
     #[test]
     fn any_stream_comes_to_an_end(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let (client, _bus, _jobs, server) = start();
-        // The server may close before all is written.
+        // Fails if the server closes the connection before all bytes are written.
         let _ = client.stream().write_all(&bytes);
         drop(client);
         prop_assert!(server.join().is_ok());

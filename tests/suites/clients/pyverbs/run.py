@@ -1,12 +1,12 @@
 #!/usr/bin/python3
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""Runs pyverbs' own tests, each to an end of its own, and tells what came of every one.
+"""Runs the tests of pyverbs so that a crash or a hang affects only one test, and reports the result of each.
 
     run.py FOLDER DEVICE LIMIT PART/PARTS [PREFIX...]
 
-FOLDER holds the package's `tests`, unpacked. Of all tests, or those whose names begin with a PREFIX, every PARTS-th is
-run, beginning with number PART (from 0). They run in a child process, one after another; one that crashes or takes longer
-than LIMIT seconds ends that child, is told of as such, and another child goes on with the next one. A line of JSON for
+FOLDER has the unpacked `tests` of the package. Of all tests, or those whose names begin with a PREFIX, the script runs every
+PARTS-th, beginning with number PART (from 0). The tests run in a child process, one after another. A test that crashes or takes
+longer than LIMIT seconds ends the child and is reported; another child continues with the next test. Prints a line of JSON for
 each test: {"test", "result": pass|skip|fail|crash|hang, "reason", "seconds"}.
 """
 
@@ -21,7 +21,7 @@ import sys
 import time
 import unittest
 
-# With what this ends where a test took too long.
+# Exit code if a test exceeded its time limit.
 LATE = 75
 
 
@@ -34,7 +34,7 @@ def flat(suite):
 
 
 class Result(unittest.TestResult):
-    """The outcome of one test, in the harness's words. The first bad word stays."""
+    """The result of one test. The first failure is kept."""
 
     def __init__(self):
         super().__init__()
@@ -61,42 +61,42 @@ class Result(unittest.TestResult):
 
 
 def run_some(tests, pipe):
-    """In the child: runs tests and writes a line at the start and at the end of each."""
+    """Runs tests in the child, and writes a line at the start and at the end of each."""
     faulthandler.enable()
-    # What a test that was skipped half-way leaves behind, the collector takes apart in an order that pyverbs does not
-    # survive, during whichever test comes next.
+    # A test that is skipped half-way keeps objects, which the garbage collector would destroy during a later test, in an
+    # order in which pyverbs crashes.
     gc.disable()
     for number, test in tests:
         os.write(pipe, f"{json.dumps({'start': number})}\n".encode())
-        # Many draw lots: the same ones each time, whichever tests ran before.
+        # Many tests use random numbers. The seed makes them independent of the tests that ran before.
         random.seed(test.id())
         result, begin = Result(), time.monotonic()
         test.run(result)
-        told = {"test": test.id().removeprefix("tests."), "result": result.result, "reason": result.reason}
-        told["seconds"] = round(time.monotonic() - begin, 2)
-        os.write(pipe, f"{json.dumps(told)}\n".encode())
+        line_fields = {"test": test.id().removeprefix("tests."), "result": result.result, "reason": result.reason}
+        line_fields["seconds"] = round(time.monotonic() - begin, 2)
+        os.write(pipe, f"{json.dumps(line_fields)}\n".encode())
 
 
 def follow(child, pipe, limit):
-    """Passes a child's lines on. Returns the number of the test it did not end, and what became of that one."""
+    """Prints the lines of a child. Returns the number of the test that the child did not end, its result, and the reason."""
     running, rest, begin = None, b"", time.monotonic()
     while True:
         left = begin + limit - time.monotonic()
         if not select.select([pipe], [], [], max(left, 0))[0]:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            return running, "hang", f"no end after {limit} s"
+            return running, "hang", f"not finished after {limit} s"
         data = os.read(pipe, 65536)
         if not data:
             _, status = os.waitpid(child, 0)
             signalled = os.WIFSIGNALED(status)
-            how = signal.Signals(os.WTERMSIG(status)).name if signalled else f"exit {os.WEXITSTATUS(status)}"
-            return running, "crash", how
+            reason = signal.Signals(os.WTERMSIG(status)).name if signalled else f"exit {os.WEXITSTATUS(status)}"
+            return running, "crash", reason
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            if "start" in told:
-                running = told["start"]
+            line_fields = json.loads(line)
+            if "start" in line_fields:
+                running = line_fields["start"]
             else:
                 running = None
                 print(line.decode(), flush=True)
@@ -108,7 +108,7 @@ def main():
     part, parts = map(int, share.split("/"))
     sys.path[:0] = [folder, os.path.join(folder, "tests")]
     os.chdir(folder)
-    # The package's argument parser takes the device from there.
+    # The argument parser of the package reads the device from sys.argv.
     sys.argv[1:] = ["--dev", device]
     from args_parser import parser
 
@@ -125,21 +125,21 @@ def main():
         child = os.fork()
         if child == 0:
             os.close(out)
-            # What the tests print belongs to nobody's protocol.
+            # Output of the tests must not mix with the lines of JSON.
             os.dup2(2, 1)
             run_some(tests, into)
             os._exit(0)
         os.close(into)
-        unended, result, reason = follow(child, out, float(limit))
+        unfinished, result, reason = follow(child, out, float(limit))
         os.close(out)
-        if unended is None:
+        if unfinished is None:
             break
-        index = next(i for i, (number, _) in enumerate(tests) if number == unended)
-        told = {"test": tests[index][1].id().removeprefix("tests."), "result": result, "reason": reason, "seconds": 0}
-        print(json.dumps(told), flush=True)
+        index = next(i for i, (number, _) in enumerate(tests) if number == unfinished)
+        line_fields = {"test": tests[index][1].id().removeprefix("tests."), "result": result, "reason": reason, "seconds": 0}
+        print(json.dumps(line_fields), flush=True)
         hung = hung or result == "hang"
         tests = tests[index + 1 :]
-    # None is expected to: time is all that was missing, and whoever asked may ask again.
+    # No test is expected to hang, so the caller may repeat the run.
     sys.exit(LATE if hung else 0)
 
 

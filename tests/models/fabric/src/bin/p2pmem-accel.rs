@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The accelerator as a process: serves one emulator after another on a vfio-user socket.
+//! Serves one accelerator on a vfio-user socket, to one QEMU after another.
 //!
-//! Prints `ready` and the socket's path once it listens. Ends on SIGTERM or SIGINT, or with `--once` when its client does.
+//! Prints `ready` and the socket's path once the socket listens. Ends on SIGTERM or SIGINT, or with `--once` when its
+//! client disconnects.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -12,7 +13,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use p2pmem_accel::{Accel, Settings};
 use p2pmem_fabric::control::Control;
-use p2pmem_fabric::serving::{Ending, Place, Seat};
+use p2pmem_fabric::serving::{DevicePaths, DeviceServer, ProcessShutdown};
 use p2pmem_fabric::size::parse_size;
 use p2pmem_vfio_user::LinkSpeed;
 
@@ -20,28 +21,28 @@ use p2pmem_vfio_user::LinkSpeed;
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// Unix socket to listen on for the emulator
+    /// UNIX domain socket for QEMU's vfio-user client
     #[arg(long)]
     socket: PathBuf,
     /// Size of the memory behind BAR2: a power of two
     #[arg(long, default_value = "256M", value_parser = parse_size)]
     memory: u64,
-    /// Unix socket that answers questions about counters and state
+    /// UNIX domain socket for requests about counters and state
     #[arg(long)]
     control: Option<PathBuf>,
-    /// File to write the counters to, as JSON, whenever a client has gone and at the end
+    /// File for the counters in JSON, written when a client has disconnected and at the end
     #[arg(long)]
     counters: Option<PathBuf>,
     /// PCIe generation of the link
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=5))]
     link_gen: u8,
-    /// Lanes of the link: 1, 2, 4, 8, 12, 16 or 32
+    /// Link width in lanes: 1, 2, 4, 8, 12, 16 or 32
     #[arg(long, default_value_t = 16)]
     link_width: u8,
     /// Device serial number
     #[arg(long, default_value_t = 0)]
     serial: u64,
-    /// End when the first client has gone
+    /// End when the first client has disconnected
     #[arg(long)]
     once: bool,
 }
@@ -54,23 +55,24 @@ fn main() -> Result<()> {
         .init();
     let settings = Settings {
         memory: args.memory,
-        speed: LinkSpeed::from_generation(args.link_gen).context("there is no such PCIe generation")?,
+        speed: LinkSpeed::from_generation(args.link_gen).context("--link-gen: PCIe generations are 1 to 5")?,
         lanes: args.link_width,
         serial: args.serial,
     };
-    let accel = Accel::new(settings).context("cannot make the accelerator")?;
-    let place = Place {
+    let accel = Accel::new(settings).context("cannot create the accelerator")?;
+    let paths = DevicePaths {
         socket: args.socket.clone(),
         control: args.control,
         counters: args.counters,
     };
-    let seat = Seat::take("accel", place, Control::new(accel.shared()))?;
-    let ending = Arc::new(Ending::default());
-    ending.on_signals([&seat]).context("cannot watch for signals")?;
+    let server = DeviceServer::bind("accel", paths, Control::new(accel.shared()))?;
+    let shutdown = Arc::new(ProcessShutdown::default());
+    shutdown.on_signals([&server]).context("cannot handle signals")?;
     println!("ready {}", args.socket.display());
     std::io::stdout().flush()?;
     let health = accel.health();
-    seat.serve(Box::new(accel), &health, &ending, args.once)
+    server
+        .serve(Box::new(accel), &health, &shutdown, args.once)
         .context("cannot accept a client")?;
     Ok(())
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! NICs and accelerators of one or more guests as one process: each device serves one emulator after another on a
-//! vfio-user socket of its own.
+//! Serves NICs and accelerators of one or more guests. Each device serves one QEMU after another on a vfio-user socket
+//! of its own.
 //!
-//! Devices of one guest reach each other's memory directly, wherever the guest puts their BARs; NICs of all guests reach
-//! each other over the switches. Prints `ready` once all devices listen. Ends on SIGTERM or SIGINT. A device that breaks
-//! down vanishes from its guest; the others go on.
+//! Devices of one guest access each other's memory directly, at the addresses that the guest assigns to the BARs. NICs
+//! of all guests exchange packets over the switches. Prints `ready` once all devices listen. Ends on SIGTERM or SIGINT.
+//! A device that panics disappears from its guest; the others continue.
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ use clap::Parser;
 use p2pmem_accel::{Accel, Settings};
 use p2pmem_fabric::config::{self, Config};
 use p2pmem_fabric::control::Control;
-use p2pmem_fabric::serving::{Ending, Seat};
+use p2pmem_fabric::serving::{DeviceServer, ProcessShutdown};
 use p2pmem_ib::Fabric;
 use p2pmem_mlx5::Nic;
 use p2pmem_vfio_user::{Bus, Device, Health, Peers};
@@ -27,20 +27,20 @@ use tracing::{error, info};
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
-    /// File that names the switches, guests and devices, in TOML
+    /// Configuration file in TOML: switches, guests and devices
     #[arg(long)]
     config: PathBuf,
 }
 
-/// A device that listens and is not served yet.
-struct Ready {
+/// A device whose sockets listen, but which is not served yet.
+struct ListeningDevice {
     name: String,
-    seat: Seat,
+    server: DeviceServer,
     device: Box<dyn Device + Send>,
     health: Health,
 }
 
-fn accel(node: &str, settings: &config::Accel, peers: &Peers) -> Result<Ready> {
+fn accel(node: &str, settings: &config::Accel, peers: &Peers) -> Result<ListeningDevice> {
     let pcie = settings.pcie().map_err(anyhow::Error::msg)?;
     let device = Accel::among(
         Settings {
@@ -53,15 +53,15 @@ fn accel(node: &str, settings: &config::Accel, peers: &Peers) -> Result<Ready> {
         peers,
     )?;
     let name = format!("{node}.{}", settings.name);
-    Ok(Ready {
-        seat: Seat::take(&name, settings.place(), Control::new(device.shared()))?,
+    Ok(ListeningDevice {
+        server: DeviceServer::bind(&name, settings.paths(), Control::new(device.shared()))?,
         name,
         health: device.health(),
         device: Box::new(device),
     })
 }
 
-fn nic(node: &str, settings: &config::Nic, subnet: &Fabric, peers: &Peers) -> Result<Ready> {
+fn nic(node: &str, settings: &config::Nic, subnet: &Fabric, peers: &Peers) -> Result<ListeningDevice> {
     let pcie = settings.pcie().map_err(anyhow::Error::msg)?;
     let name = format!("{node}.{}", settings.name);
     let settings_here = p2pmem_mlx5::Settings {
@@ -72,17 +72,17 @@ fn nic(node: &str, settings: &config::Nic, subnet: &Fabric, peers: &Peers) -> Re
         lanes: pcie.lanes,
     };
     let device = Nic::new(settings_here, subnet, Bus::among(p2pmem_mlx5::VECTORS, peers))?;
-    Ok(Ready {
-        seat: Seat::take(&name, settings.place(), Control::new(Arc::new(device.handle())))?,
+    Ok(ListeningDevice {
+        server: DeviceServer::bind(&name, settings.paths(), Control::new(Arc::new(device.handle())))?,
         name,
         health: device.health(),
         device: Box::new(device),
     })
 }
 
-/// Makes all devices and lets them listen.
-fn make(config: &Config) -> Result<Vec<Ready>> {
-    let subnet = config.subnet().context("the switches")?;
+/// Creates all devices and their sockets.
+fn create_devices(config: &Config) -> Result<Vec<ListeningDevice>> {
+    let subnet = config.subnet().context("switches")?;
     let mut devices = Vec::new();
     for node in &config.node {
         let peers = Peers::new();
@@ -106,43 +106,44 @@ fn main() -> Result<()> {
         .init();
     let config = Config::load(&args.config).with_context(|| args.config.display().to_string())?;
     if config.devices() == 0 {
-        bail!("{}: there are no devices in it", args.config.display());
+        bail!("{}: the configuration has no devices", args.config.display());
     }
-    let devices = make(&config)?;
-    let ending = Arc::new(Ending::default());
-    ending
-        .on_signals(devices.iter().map(|ready| &ready.seat))
-        .context("cannot watch for signals")?;
+    let devices = create_devices(&config)?;
+    let shutdown = Arc::new(ProcessShutdown::default());
+    shutdown
+        .on_signals(devices.iter().map(|listening| &listening.server))
+        .context("cannot handle signals")?;
     let mut threads: Vec<JoinHandle<()>> = Vec::new();
-    for ready in devices {
-        let ending = Arc::clone(&ending);
-        let thread = std::thread::Builder::new().name(ready.name.clone());
+    for listening in devices {
+        let shutdown = Arc::clone(&shutdown);
+        let thread = std::thread::Builder::new().name(listening.name.clone());
         threads.push(thread.spawn(move || {
-            let Ready {
+            let ListeningDevice {
                 name,
-                seat,
+                server,
                 device,
                 health,
-            } = ready;
-            match seat.serve(device, &health, &ending, false) {
-                // The thread that got the signal asks the device's worker for the counters once more, and then exits.
+            } = listening;
+            match server.serve(device, &health, &shutdown, false) {
+                // The signal thread reads the counters from the device's worker once more and then exits, so the device
+                // must not be dropped.
                 Ok(device) => std::mem::forget(device),
-                Err(error) => error!(name, %error, "the device can have no more clients"),
+                Err(error) => error!(name, %error, "cannot accept another client of the device"),
             }
         })?);
     }
     println!("ready {}", args.config.display());
     std::io::stdout().flush()?;
     for thread in threads {
-        // A panic was caught in the thread; whatever else ends it is the end of that device alone.
+        // `serve` catches panics of the device. Any other panic ends only the thread of that device.
         let _ = thread.join();
     }
-    if ending.has_begun() {
-        info!("ended by a signal");
-        // Which ends the process as soon as it is done with the counters.
+    if shutdown.is_requested() {
+        info!("ending after a signal");
+        // The signal thread exits the process once it has written the counters.
         loop {
             std::thread::park();
         }
     }
-    bail!("no device is left to be served")
+    bail!("all devices have failed")
 }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! DMA without a client: mappings, targets, peers and refusals.
+//! DMA without a client: mappings, targets, peers, and accesses that must fail.
 
 use super::*;
+use crate::memory::Memory;
 use proptest::prelude::*;
 use rustix::fs::MemfdFlags;
 
@@ -23,7 +24,7 @@ fn memfd(size: u64) -> OwnedFd {
 }
 
 fn file(size: u64) -> OwnedFd {
-    // A file without a name that is no memfd, as memory of an ivshmem device is.
+    // An unnamed file that is not a memfd, such as the memory of an ivshmem device.
     let fd = rustix::fs::open(
         std::env::temp_dir(),
         rustix::fs::OFlags::TMPFILE | rustix::fs::OFlags::RDWR,
@@ -110,7 +111,7 @@ fn memory_that_comes_late_is_a_peers() {
     let ram = memfd(0x2000);
     dma.map(&request(0x1000, 0x1000, 0, RW), Some(ram.try_clone().unwrap()))
         .unwrap();
-    dma.settle();
+    dma.end_initial_maps();
     dma.map(&request(0x8000, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
     dma.map(&request(0x9000, 0x1000, 0x1000, RW), Some(ram)).unwrap();
     let target = |address| dma.segments(address, 1).unwrap()[0].target;
@@ -142,11 +143,11 @@ fn refusals() {
     dma.read(0x1000, &mut data).unwrap();
 }
 
-/// A bus among peers, and one of them with 64 KiB.
-fn among_peers(name: &str) -> (Dma, peers::Offer, Arc<Memory>) {
+/// A bus with peers, one of which has 64 KiB of memory.
+fn among_peers(name: &str) -> (Dma, peers::PeerHandle, Arc<Memory>) {
     let peers = Peers::new();
     let memory = Arc::new(Memory::new(name, 0x10000).unwrap());
-    let offer = peers.offer(2, name, Arc::clone(&memory)).unwrap();
+    let offer = peers.add(2, name, Arc::clone(&memory)).unwrap();
     let dma = Dma::new(Some(peers));
     dma.set_bus_master(true);
     (dma, offer, memory)
@@ -157,7 +158,7 @@ fn a_tallied_handle_counts_its_own_transfers_only() {
     let (dma, offer, _memory) = among_peers("accel0");
     dma.map(&request(0, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
     dma.map(&request(0x10000, 0x10000, 0, RW), None).unwrap();
-    offer.place(Some(0x10000));
+    offer.set_address(Some(0x10000));
     let payload = dma.tallied();
     dma.write(0, &[1; 0x10]).unwrap();
     payload.pinned().write(0x10000, &[1; 0x20]).unwrap();
@@ -184,8 +185,8 @@ fn a_peer_is_reached_directly_and_counted_by_name() {
     let ram = memfd(0x1000);
     dma.map(&request(0, 0x1000, 0, RW), Some(ram)).unwrap();
     dma.map(&request(0x1000, 0xf000, 0, RW), Some(file(0xf000))).unwrap();
-    offer.place(Some(0x10000));
-    // The client never mapped the range: the device must not reach it, even if the process knows the memory.
+    offer.set_address(Some(0x10000));
+    // The client has not mapped the address, so this device may not reach it directly, even if the peer table has it.
     assert_eq!(dma.write(0x10000, &[1]), Err(DmaError::Disconnected));
     dma.map(&request(0x10000, 0x10000, 0, RW), None).unwrap();
     let data: Vec<u8> = (0..0x2000_u32).map(|i| (i % 249) as u8).collect();
@@ -226,16 +227,16 @@ fn a_peer_is_reached_directly_and_counted_by_name() {
 fn a_peer_that_moves_takes_its_memory_along() {
     let (dma, offer, memory) = among_peers("accel0");
     dma.map(&request(0x10000, 0x40000, 0, RW), None).unwrap();
-    offer.place(Some(0x10000));
+    offer.set_address(Some(0x10000));
     dma.write(0x10000, b"before").unwrap();
-    offer.place(Some(0x30000));
+    offer.set_address(Some(0x30000));
     assert_eq!(dma.write(0x10000, b"stale!"), Err(DmaError::Disconnected));
     let mut data = [0; 6];
     dma.read(0x30000, &mut data).unwrap();
     assert_eq!(&data, b"before");
-    offer.place(None);
+    offer.set_address(None);
     assert_eq!(dma.read(0x30000, &mut data), Err(DmaError::Disconnected));
-    offer.place(Some(0x20000));
+    offer.set_address(Some(0x20000));
     dma.read(0x20000, &mut data).unwrap();
     drop(offer);
     assert_eq!(dma.write(0x20000, b"stale!"), Err(DmaError::Disconnected));
@@ -248,7 +249,7 @@ fn what_the_client_forbids_holds_for_peers_too() {
     let (dma, offer, _memory) = among_peers("accel0");
     dma.map(&request(0x10000, 0x10000, 0, proto::DMA_READABLE), None)
         .unwrap();
-    offer.place(Some(0x10000));
+    offer.set_address(Some(0x10000));
     let mut data = [0; 8];
     dma.read(0x10000, &mut data).unwrap();
     assert_eq!(dma.write(0x10000, &data), Err(DmaError::Denied(0x10000)));
@@ -260,7 +261,7 @@ fn what_the_client_forbids_holds_for_peers_too() {
 #[test]
 fn a_peer_that_comes_with_a_descriptor_has_its_name_too() {
     let (dma, _offer, memory) = among_peers("accel0");
-    dma.settle();
+    dma.end_initial_maps();
     let fd = memory.fd().try_clone_to_owned().unwrap();
     dma.map(&request(0x50000, 0x1000, 0x2000, RW), Some(fd)).unwrap();
     dma.write(0x50000, b"direct").unwrap();
@@ -270,7 +271,7 @@ fn a_peer_that_comes_with_a_descriptor_has_its_name_too() {
     assert_eq!(dma.by_target()["accel0"].written, 6);
 }
 
-/// Copies never land at a place the peer had left before they began.
+/// No copy reaches an address that the peer left before the copy began.
 #[test]
 fn concurrent_moves_leave_nothing_behind() {
     let (dma, offer, memory) = among_peers("accel0");
@@ -289,25 +290,25 @@ fn concurrent_moves_leave_nothing_behind() {
             (landed, missed)
         });
         for _ in 0..500 {
-            offer.place(Some(0x10000));
+            offer.set_address(Some(0x10000));
             std::thread::yield_now();
-            offer.place(Some(0x20000));
-            // From here on nothing may arrive.
+            offer.set_address(Some(0x20000));
+            // The peer is no longer at 0x10000, so no write may arrive.
             memory.write(0, &[0; 0x1000]).unwrap();
             std::thread::yield_now();
             let mut data = [0; 0x1000];
             memory.read(0, &mut data).unwrap();
             assert!(
                 data.iter().all(|byte| *byte == 0),
-                "a write reached the peer's old address"
+                "a write reached the peer's memory at its old address"
             );
         }
         stop.store(true, Ordering::Relaxed);
-        // Both outcomes must come, in case one of them has not yet.
+        // The writer ends once it has seen success and failure; repeat until then.
         while !writer.is_finished() {
-            offer.place(Some(0x10000));
+            offer.set_address(Some(0x10000));
             std::thread::yield_now();
-            offer.place(None);
+            offer.set_address(None);
             std::thread::yield_now();
         }
         let (landed, missed) = writer.join().unwrap();
@@ -320,8 +321,8 @@ fn atomics_are_atomic_between_devices_and_processors() {
     const ROUNDS: u64 = 50_000;
     let peers = Peers::new();
     let memory = Arc::new(Memory::new("shared", 0x1000).unwrap());
-    let offer = peers.offer(2, "shared", Arc::clone(&memory)).unwrap();
-    offer.place(Some(0x10000));
+    let offer = peers.add(2, "shared", Arc::clone(&memory)).unwrap();
+    offer.set_address(Some(0x10000));
     let device = |fd: bool| {
         let dma = Dma::new(Some(peers.clone()));
         dma.set_bus_master(true);
@@ -329,7 +330,7 @@ fn atomics_are_atomic_between_devices_and_processors() {
         dma.map(&request(0x10000, 0x1000, 0, RW), fd).unwrap();
         dma
     };
-    // One knows the memory by its peer entry, the other has a mapping of its own, as a processor has.
+    // Device `a` uses the peer table; device `b` has a mapping of its own, as a processor has.
     let (a, b) = (device(false), device(true));
     std::thread::scope(|scope| {
         for dma in [&a, &b] {
@@ -434,7 +435,7 @@ fn bad_mappings() {
 }
 
 proptest! {
-    /// The table agrees with a list searched from end to end.
+    /// The table gives the same results as a list that is searched linearly.
     #[test]
     fn table_agrees_with_a_list(ops in proptest::collection::vec((any::<bool>(), 0_u64..64, 1_u64..16), 1..60)) {
         let dma = Dma::new(None);
