@@ -63,7 +63,7 @@ class Result(unittest.TestResult):
 def run_some(tests, pipe):
     """Runs tests in the child, and writes a line at the start and at the end of each."""
     faulthandler.enable()
-    # A test that is skipped half-way keeps objects, which the garbage collector would destroy during a later test, in an
+    # A test that is skipped after its setup keeps objects, which the garbage collector would destroy during a later test, in an
     # order in which pyverbs crashes.
     gc.disable()
     for number, test in tests:
