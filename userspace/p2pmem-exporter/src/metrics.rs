@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_provider_is_only_in_the_sums() {
+    fn removed_provider_counts_only_in_totals() {
         let fake = Fake::example();
         let device = fake.device();
         drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_ones_that_prometheus_knows() {
+    fn metric_names_are_valid_and_unique() {
         let unique: std::collections::BTreeSet<_> =
             GAUGES.iter().map(|g| g.0).chain(COUNTERS.iter().map(|c| c.0)).collect();
         assert_eq!(unique.len(), GAUGES.len() + COUNTERS.len());

@@ -116,7 +116,7 @@ mod tests {
     use crate::{Request, VerdictCode};
 
     #[test]
-    fn a_denied_provider_is_not_taken_and_the_rule_is_named() {
+    fn denied_provider_is_not_chosen_and_rule_is_named() {
         let device = Fake::example().device();
         let request = Request::new(4096);
         let first = device.alloc(&request).unwrap().provider();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_do_not_fit_never_reach_the_module() {
+    fn too_long_names_fail_before_the_ioctl() {
         let device = Fake::example().device();
         let rule = FileRule {
             action: Some(Action::Deny),

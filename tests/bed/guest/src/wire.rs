@@ -282,7 +282,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_come_back_as_sent() {
+    fn frames_round_trip() {
         let mut wire = Vec::new();
         for (kind, payload) in [
             (Kind::Control, &b"{}"[..]),
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_out_of_step_is_an_error() {
+    fn malformed_frames_are_rejected() {
         assert_eq!(
             read_frame(&mut &[9u8, 0, 0, 0, 0][..]).unwrap_err().kind(),
             io::ErrorKind::InvalidData

@@ -359,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_go_both_ways() {
+    fn opcodes_and_statuses_round_trip() {
         for op in Op::ALL {
             assert_eq!(Op::from_u32(op as u32), Some(op));
             assert_ne!(Op::features() & (1 << op as u32), 0);

@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_are_circular() {
+    fn psn_arithmetic_is_circular() {
         assert_eq!(add(MASK, 1), 0);
         assert_eq!(diff(0, MASK), 1);
         assert_eq!(diff(MASK, 0), -1);
@@ -35,7 +35,7 @@ mod tests {
     }
 
     #[test]
-    fn every_message_takes_a_packet() {
+    fn message_takes_at_least_one_packet() {
         assert_eq!(packets(0, 256), 1);
         assert_eq!(packets(256, 256), 1);
         assert_eq!(packets(257, 256), 2);

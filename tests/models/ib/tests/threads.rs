@@ -140,7 +140,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_arrive_over_a_bad_link() {
+fn data_is_correct_over_lossy_link() {
     let half = 8 << 20;
     let memory = |seed| [pattern(half, seed), vec![0; half]].concat();
     let faults = Faults {

@@ -80,11 +80,11 @@ pub(super) const CASES: &[Case] = &[
         run: many,
     },
     Case {
-        name: "dmabuf-two-ends",
+        name: "dmabuf-disable-and-unbind",
         about: "unbinding a provider while configfs disables it removes the provider and its buffers",
         topology: "small",
         ruins: false,
-        run: two_ends,
+        run: disable_and_unbind,
     },
     Case {
         name: "dmabuf-race",
@@ -516,7 +516,7 @@ fn many(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-pub(super) fn two_ends(bed: &mut Bed) -> Result<()> {
+pub(super) fn disable_and_unbind(bed: &mut Bed) -> Result<()> {
     contended(10, || {
         let file = open()?;
         let fd = file.as_fd();
