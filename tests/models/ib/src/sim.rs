@@ -503,7 +503,7 @@ impl Simulation {
     fn receive(&mut self, node: usize, queue: Queue, id: u64, address: u64, length: u32) {
         let work = ReceiveWork {
             id,
-            pieces: smallvec![Sge {
+            sges: smallvec![Sge {
                 key: ALL_KEY,
                 address,
                 length

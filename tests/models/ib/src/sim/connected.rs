@@ -54,19 +54,15 @@ fn messages_are_scattered_and_gathered() {
     );
     let data = sim.fill(0, 0, 3000, 1);
     let mut work = send(5, 0, 0);
-    let piece = |address, length| Sge {
+    let sge = |address, length| Sge {
         key: ALL_KEY,
         address,
         length,
     };
-    work.payload = Payload::Memory(smallvec![piece(0, 1), piece(1, 999), piece(1000, 0), piece(1000, 2000)]);
+    work.payload = Payload::Memory(smallvec![sge(0, 1), sge(1, 999), sge(1000, 0), sge(1000, 2000)]);
     sim.post(0, 2, work);
-    let pieces = smallvec![piece(10_000, 700), piece(20_000, 1), piece(30_000, 5000)];
-    let receive = ReceiveWork {
-        id: 77,
-        pieces,
-        left: 0,
-    };
+    let sges = smallvec![sge(10_000, 700), sge(20_000, 1), sge(30_000, 5000)];
+    let receive = ReceiveWork { id: 77, sges, left: 0 };
     sim.nodes[1]
         .host
         .receives

@@ -209,12 +209,12 @@ fn invalid_local_work_is_local_error() {
     mixed.payload = mixed.payload.with(Segment::Inline(vec![0; 4]));
     expect_failure(pair(), mixed, Status::LocalQpOperation);
     let mut mixed = write(5, 0, 10, 0);
-    let piece = Sge {
+    let sge = Sge {
         key: 0x77,
         address: 0,
         length: 10,
     };
-    mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(piece));
+    mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(sge));
     expect_failure(pair(), mixed, Status::LocalProtection);
     let remote = Remote {
         address: 0,
@@ -226,12 +226,12 @@ fn invalid_local_work_is_local_error() {
         Status::LocalLength,
     );
     let mut long = write(5, 0, 0, 0);
-    let piece = Sge {
+    let sge = Sge {
         key: ALL_KEY,
         address: 0,
         length: u32::MAX,
     };
-    long.payload = Payload::Memory(smallvec![piece, piece]);
+    long.payload = Payload::Memory(smallvec![sge, sge]);
     expect_failure(pair(), long, Status::LocalLength);
     let mut sim = pair();
     sim.nodes[0].host.local_result = Err(Status::MwBind);
@@ -241,9 +241,9 @@ fn invalid_local_work_is_local_error() {
 #[test]
 fn local_error_completes_after_previous_work() {
     let mut sim = pair();
-    let piece = |key, address, length| Sge { key, address, length };
+    let sge = |key, address, length| Sge { key, address, length };
     let mut bad = send(2, 0, 0);
-    bad.payload = Payload::Memory(smallvec![piece(ALL_KEY, 0, 100_000), piece(0x77, 0, 100_000)]);
+    bad.payload = Payload::Memory(smallvec![sge(ALL_KEY, 0, 100_000), sge(0x77, 0, 100_000)]);
     sim.receive(1, Queue::Own(3), 1, 0, 200_000);
     sim.post(0, 2, read(1, 0, 100_000, 0));
     sim.post(0, 2, bad);
@@ -303,12 +303,12 @@ fn message_longer_than_receive_fails_both_sides() {
 #[test]
 fn receive_with_bad_key_fails_both_sides() {
     let mut sim = pair();
-    let pieces = smallvec![Sge {
+    let sges = smallvec![Sge {
         key: 0x99,
         address: 0,
         length: 100
     }];
-    let receive = ReceiveWork { id: 1, pieces, left: 0 };
+    let receive = ReceiveWork { id: 1, sges, left: 0 };
     sim.nodes[1]
         .host
         .receives

@@ -75,15 +75,15 @@ fn last_wqe_event_is_raised() {
     sim.receive(1, Queue::Shared(5), 1, 0, 60_000);
     sim.receive(1, Queue::Shared(5), 2, 0, 60_000);
     let mut cut = send(1, 0, 0);
-    let piece = |key, length| Sge {
+    let sge = |key, length| Sge {
         key,
         address: 0,
         length,
     };
-    cut.payload = Payload::Memory(smallvec![piece(ALL_KEY, 65536), piece(0x99, 10)]);
+    cut.payload = Payload::Memory(smallvec![sge(ALL_KEY, 65536), sge(0x99, 10)]);
     sim.receive(1, Queue::Shared(5), 3, 0, 60_000);
     // The second entry of the send has an unknown key: the message stops after 64 KiB and stays incomplete.
-    sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].pieces[0].length = 65_546;
+    sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].sges[0].length = 65_546;
     sim.nodes[1].host.memory.resize(1 << 17, 0);
     sim.nodes[1].host.keys.get_mut(&ALL_KEY).unwrap().len = 1 << 17;
     sim.post(0, 10, cut);

@@ -128,9 +128,9 @@ impl Qp {
         let first = self.requester.next;
         // Not truncated: `validate` limits the length.
         let length = length as u32;
-        let (mut pieces, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
+        let (mut sges, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
         match work.payload {
-            Payload::Memory(all) => pieces = all,
+            Payload::Memory(all) => sges = all,
             Payload::Inline(bytes) => inline = Some(Arc::new(bytes)),
             Payload::Mixed(all) => mixed = all,
         }
@@ -146,7 +146,7 @@ impl Qp {
             op: Some(op),
             signaled,
             solicited: work.flags.solicited,
-            pieces,
+            sges,
             inline,
             mixed,
             to: work.to,
@@ -210,26 +210,26 @@ impl Qp {
                 let read = page_wait.access(cx, qpn, |cx| {
                     let host = &mut *cx.host;
                     cx.shared.pool.fill(len, |bytes| {
-                        let mut gather = |piece: Sge, to: &mut [u8]| {
+                        let mut gather = |sge: Sge, to: &mut [u8]| {
                             let access = Access {
-                                key: piece.key,
-                                address: piece.address,
-                                length: piece.length.into(),
+                                key: sge.key,
+                                address: sge.address,
+                                length: sge.length.into(),
                                 rights: Rights::LocalRead,
                                 pd,
                                 qpn,
                             };
                             host.read(&access, to)
                         };
-                        for (piece, at) in parts(&work.pieces, offset.into(), len) {
-                            gather(piece, &mut bytes[at..at + piece.length as usize])?;
+                        for (sge, at) in parts(&work.sges, offset.into(), len) {
+                            gather(sge, &mut bytes[at..at + sge.length as usize])?;
                         }
-                        for (piece, range, at) in overlap(&work.mixed, Segment::len, offset.into(), len) {
+                        for (segment, range, at) in overlap(&work.mixed, Segment::len, offset.into(), len) {
                             // Not truncated: messages are at most 2 GiB long.
                             let (start, end) = (range.start as usize, range.end as usize);
                             let to = &mut bytes[at..at + (end - start)];
-                            match piece {
-                                Segment::Memory(piece) => gather(part(piece, &range), to)?,
+                            match segment {
+                                Segment::Memory(sge) => gather(part(sge, &range), to)?,
                                 Segment::Inline(data) => to.copy_from_slice(&data[start..end]),
                             }
                         }
