@@ -67,7 +67,7 @@ pub enum Error {
     #[error("the accelerator was removed: its registers do not respond")]
     Gone,
     /// A range exceeds the buffer or the memory of the device.
-    #[error("range outside of the buffer or of the accelerator's memory")]
+    #[error("range exceeds the buffer or the accelerator's memory")]
     OutOfBounds,
     /// The process cannot read physical addresses.
     #[error("physical addresses cannot be read: {0}")]

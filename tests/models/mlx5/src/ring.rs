@@ -94,7 +94,7 @@ impl Pages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BufferError {
     /// The range is not in the buffer.
-    #[error("range outside of the queue buffer")]
+    #[error("range exceeds the queue buffer")]
     Outside,
     /// The DMA access failed.
     #[error(transparent)]
