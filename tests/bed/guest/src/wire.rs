@@ -121,7 +121,8 @@ pub struct DeviceNote {
     pub kind: String,
     /// Its PCI address (`0000:03:00.0`), as the emulator numbers it from what the guest put into the bridges.
     pub bdf: String,
-    /// Size of the memory it can lend, in bytes: the accelerator's or ivshmem's BAR, the drive's CMB; 0 for none.
+    /// Size of the memory that the device can publish, in bytes: the BAR of an accelerator or ivshmem, the CMB of a
+    /// drive; 0 for none.
     pub memory: u64,
 }
 
