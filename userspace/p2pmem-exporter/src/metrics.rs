@@ -47,7 +47,7 @@ const GAUGES: &[Gauge] = &[
     }),
     Gauge(
         "kernel_reserve",
-        "Memory reserved for drivers of the kernel",
+        "Kernel reserve: memory that stays in the kernel's pool for other drivers",
         Some(Unit::Bytes),
         |p| p.kernel_reserve,
     ),

@@ -125,7 +125,7 @@ pub struct PublishArgs {
     #[arg(long)]
     pub mode: Option<Mode>,
 
-    /// Bytes to reserve for drivers of the kernel, such as nvmet.
+    /// Kernel reserve: bytes that stay in the kernel's pool for other drivers, such as nvmet.
     #[arg(long, value_parser = size)]
     pub kernel_reserve: Option<u64>,
 
