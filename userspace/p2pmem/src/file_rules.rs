@@ -126,7 +126,7 @@ mod tests {
             action: Some(Action::Deny),
             ..FileRule::new("not-this")
         };
-        device.set_rules(&[deny.clone()]).unwrap();
+        device.set_rules(std::slice::from_ref(&deny)).unwrap();
         assert_ne!(device.alloc(&request).unwrap().provider(), first);
         let last = device.explain_last().unwrap();
         let verdict = last.verdicts.iter().find(|v| v.provider == first).unwrap();

@@ -157,7 +157,7 @@ fn rule_with_longest_name_is_replaced() {
         ..deny(&long)
     };
     rules.replace(&other).unwrap();
-    assert_eq!(names(&rules), [long.clone()]);
+    assert_eq!(names(&rules), std::slice::from_ref(&long));
     assert!(rules.replace(&Rule::new(&long)).is_err());
     assert_eq!(rules.get(&long).unwrap().rule, other);
 }
