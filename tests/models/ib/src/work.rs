@@ -229,6 +229,9 @@ pub struct ReceiveWork {
     pub left: u32,
 }
 
+/// Length of the longest message in bytes.
+pub(crate) const MAX_MESSAGE: u32 = 1 << 31;
+
 /// Status of a completion, as in the verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Status {

@@ -9,7 +9,7 @@ use super::qp::Qp;
 use super::scatter_gather::parts;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Access, Event, Fault, Fetched, Rights};
-use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};
+use crate::work::{Completion, MAX_MESSAGE, Queue, ReceiveWork, Received, Status, UdSource};
 
 /// A shared receive queue.
 #[derive(Debug)]
@@ -31,10 +31,10 @@ pub(super) struct Receive {
 }
 
 impl Receive {
-    /// Returns the length of the scatter list in bytes.
+    /// Returns the length of the longest message that the receive has space for.
     pub(super) fn capacity(&self) -> u64 {
         let capacity = self.work.sges.iter().map(|sge| u64::from(sge.length)).sum::<u64>();
-        capacity.min(u32::MAX.into())
+        capacity.min(MAX_MESSAGE.into())
     }
 
     /// Writes `bytes` to the scatter list from `offset` on.

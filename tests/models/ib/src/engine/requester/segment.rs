@@ -16,12 +16,12 @@ use crate::engine::{Context, datagram};
 use crate::host::{Access, Fault, Fetched, Rights};
 use crate::packet::{AtomicEth, Extended, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{Fence, Payload, Segment, SendOp, SendWork, Sge, Status};
+use crate::work::{Fence, MAX_MESSAGE, Payload, Segment, SendOp, SendWork, Sge, Status};
 
 /// Packets whose PSN is a multiple of this value request an acknowledgement.
 const ACK_EVERY: u32 = 32;
-/// Longest message.
-const MAX_MESSAGE: u64 = 1 << 31;
+// With the smallest MTU, the longest message has as many packets as there may be outstanding PSNs.
+const _: () = assert!(MAX_MESSAGE / 256 == psn::MAX_OUTSTANDING);
 
 impl Qp {
     /// Fetches the next work request and starts it. Returns whether the requester can continue.
@@ -60,12 +60,24 @@ impl Qp {
         );
         if is_fenced
             || is_rd_atomic && self.requester.outstanding_rd_atomics() >= usize::from(self.max_initiated.max(1))
+            || !self.requester.has_psns(self.packet_count(&work))
         {
             self.requester.fetched = Some(work);
             return false;
         }
         self.start(cx, work);
         true
+    }
+
+    /// Returns the number of packets of a work request, which is its number of PSNs.
+    fn packet_count(&self, work: &SendWork) -> u32 {
+        match work.op {
+            SendOp::Local => 0,
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
+            _ if self.is_datagram() => 1,
+            // Not truncated. A longer message fails before its first packet.
+            _ => psn::packets(total(&work.payload).min(MAX_MESSAGE.into()) as u32, self.mtu.bytes()),
+        }
     }
 
     /// Adds a work request that failed before its first packet. It completes after the earlier requests.
@@ -88,7 +100,7 @@ impl Qp {
         if !supported || self.is_datagram() && work.op != SendOp::Local && work.to.is_none() {
             return Err(Status::LocalQpOperation);
         }
-        if length > MAX_MESSAGE || self.is_datagram() && length > datagram::MAX_PAYLOAD {
+        if length > MAX_MESSAGE.into() || self.is_datagram() && length > datagram::MAX_PAYLOAD {
             return Err(Status::LocalLength);
         }
         let inline = !matches!(work.payload, Payload::Memory(_));
@@ -126,6 +138,7 @@ impl Qp {
             return self.fail(id, Some(op), status);
         }
         let first = self.requester.next;
+        let count = self.packet_count(&work);
         // Not truncated: `validate` limits the length.
         let length = length as u32;
         let (mut sges, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
@@ -134,11 +147,6 @@ impl Qp {
             Payload::Inline(bytes) => inline = Some(Arc::new(bytes)),
             Payload::Mixed(all) => mixed = all,
         }
-        let count = match op {
-            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
-            _ if self.is_datagram() => 1,
-            _ => psn::packets(length, self.mtu.bytes()),
-        };
         self.requester.next = psn::add(first, count);
         let last = psn::add(first, count - 1);
         self.requester.works.push_back(Work {
