@@ -2,6 +2,8 @@
 
 //! Placement: named cases, and properties of random providers and random machines.
 
+use std::slice;
+
 use crate::oracle::{
     Provider,
     choose, //
@@ -527,10 +529,10 @@ fn extreme_values_do_not_overflow() {
         align: 1,
         ..request(0)
     };
-    check(&huge, &[everything.clone()], Outcome::Chosen, &[V::Chosen]);
+    check(&huge, slice::from_ref(&everything), Outcome::Chosen, &[V::Chosen]);
     check(
         &Request { align: 1 << 63, ..huge },
-        &[everything.clone()],
+        slice::from_ref(&everything),
         Outcome::TooSmall,
         &[V::TooSmall],
     );
@@ -550,7 +552,12 @@ fn extreme_values_do_not_overflow() {
         largest: 0,
         ..provider(2, &[])
     };
-    check(&request(0), &[nothing.clone()], Outcome::TooSmall, &[V::TooSmall]);
+    check(
+        &request(0),
+        slice::from_ref(&nothing),
+        Outcome::TooSmall,
+        &[V::TooSmall],
+    );
     check(
         &Request { size: 0, ..request(0) },
         &[nothing],
