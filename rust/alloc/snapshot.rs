@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn snapshots_are_those_of_their_clients_and_their_time() -> Result {
+    fn lookup_matches_generation_and_clients() -> Result {
         let mut snapshots = SnapshotCache::new();
         assert!(snapshots.put(empty(1, 5)?)?.is_none());
         assert!(snapshots.put(empty(1, 6)?)?.is_none());
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn the_oldest_goes_first() -> Result {
+    fn full_cache_evicts_oldest_snapshot() -> Result {
         let mut snapshots = SnapshotCache::new();
         for bus in 0..SnapshotCache::MOST as u8 {
             assert!(snapshots.put(empty(1, bus)?)?.is_none());

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_are_kept_until_the_bus_changes() -> Result {
+    fn new_generation_drops_cached_paths() -> Result {
         let mut cache = PathCache::new();
         assert!(cache.renew(0).is_none());
         cache.put(0, node(1, 5)?);
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_cache_begins_anew() {
+    fn full_cache_is_emptied() {
         let mut cache = PathCache::new();
         cache.count = PathCache::MOST;
         assert!(cache.renew(0).is_some());

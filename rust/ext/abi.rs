@@ -212,7 +212,7 @@ mod tests {
     use kernel::ioctl::{_IOC_DIR, _IOC_NR, _IOC_SIZE, _IOC_TYPE};
 
     #[test]
-    fn numbers_of_ioctls_say_what_they_are() {
+    fn ioctl_numbers_encode_direction_and_size() {
         const READ: u32 = 2;
         const WRITE: u32 = 1;
         let all = [
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn structures_travel_as_their_bytes() {
+    fn structure_round_trips_through_bytes() {
         let sent = Range {
             offset: 0x0102_0304_0506_0708,
             size: u64::MAX,
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn errnos_that_have_no_name_are_their_numbers() {
+    fn errno_without_constant_keeps_its_number() {
         for number in [EHOSTUNREACH, ENODATA, EOPNOTSUPP] {
             assert_eq!(errno(number).to_errno(), -(number as i32));
         }

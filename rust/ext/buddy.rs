@@ -513,7 +513,7 @@ mod tests {
     }
 
     #[test]
-    fn a_range_is_whole_pages_and_not_empty() {
+    fn invalid_ranges_are_rejected() {
         for (start, end) in [
             (0, 0),
             (PAGE, PAGE),
@@ -529,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_range_is_one_to_work_with() -> Result {
+    fn largest_range_is_usable() -> Result {
         let buddy = Buddy::new(0, Buddy::MOST)?;
         assert_eq!(buddy.largest(), Buddy::MOST);
         let extent = buddy.alloc(3 * PAGE, 1 << 40)?;
@@ -540,7 +540,7 @@ mod tests {
     }
 
     #[test]
-    fn what_lost_its_trees_is_left_alone() -> Result {
+    fn allocator_with_lost_trees_refuses_requests() -> Result {
         let buddy = Buddy::new(PAGE, 16 * PAGE)?;
         let extent = buddy.alloc(2 * PAGE, PAGE)?;
         buddy.give_up(&buddy.lock.lock());
@@ -559,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_is_handed_out_once() -> Result {
+    fn every_page_is_allocated_once() -> Result {
         let (start, end) = (3, 29);
         let buddy = Buddy::new(start * PAGE, end * PAGE)?;
         assert_eq!(buddy.free(), (end - start) * PAGE);
@@ -580,7 +580,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_and_alignments_at_the_ends() -> Result {
+    fn sizes_and_alignments_at_limits() -> Result {
         let buddy = Buddy::new(0, 64 * PAGE)?;
         for pages in [1, 2, 3, 5, 7, 8, 33, 63, 64] {
             for align in [1, 2, 8, 32] {
@@ -614,7 +614,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_piece_is_one_that_can_be_had() -> Result {
+    fn largest_free_range_can_be_allocated() -> Result {
         let buddy = Buddy::new(0, 64 * PAGE)?;
         assert_eq!(buddy.largest(), 64 * PAGE);
         let mut pages = all_pages(&buddy)?;
@@ -637,7 +637,7 @@ mod tests {
     }
 
     #[test]
-    fn the_hint_agrees_with_the_allocator() -> Result {
+    fn hint_agrees_with_allocator() -> Result {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
         let hint = buddy.hint();
         let one = FitBounds::of(PAGE, PAGE).ok_or(EINVAL)?;
@@ -661,7 +661,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cleared_is_known() -> Result {
+    fn clear_state_is_tracked() -> Result {
         let buddy = Buddy::new(0, 16 * PAGE)?;
         let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
         assert!(!extent.is_clear());
@@ -678,7 +678,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_the_largest_piece_changes_nothing() -> Result {
+    fn query_of_largest_range_has_no_side_effects() -> Result {
         let buddy = Buddy::new(0, 60 * PAGE)?;
         // Cleared and other pieces of two pages alternate. One of the pieces stays in use.
         let mut pieces = KVec::new();
@@ -705,7 +705,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_whether_it_fits_changes_nothing() -> Result {
+    fn query_of_fit_has_no_side_effects() -> Result {
         let buddy = Buddy::new(0, 4 * PAGE)?;
         // Page 0 is in use, page 1 is cleared, pages 2 and 3 are not. The three free pages are in two blocks.
         let mut pages = all_pages(&buddy)?;
@@ -724,7 +724,7 @@ mod tests {
     }
 
     #[test]
-    fn cleared_and_other_memory_is_one_piece() -> Result {
+    fn allocation_spans_clear_and_dirty_blocks() -> Result {
         // Rounded up, 50 pages are more than 60 pages, and exactly 64 pages.
         for all in [60, 64] {
             let buddy = Buddy::new(0, all * PAGE)?;
@@ -744,7 +744,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_cleared_is_found() -> Result {
+    fn take_unclear_finds_all_dirty_memory() -> Result {
         let buddy = Buddy::new(0, 64 * PAGE)?;
         for most in [0, 1, PAGE - 1, PAGE + 1, 3 * PAGE, u64::MAX] {
             assert!(buddy.take_unclear(most).is_err_and(|e| e == EINVAL));
@@ -773,7 +773,7 @@ mod tests {
     }
 
     #[test]
-    fn an_extent_outlives_the_allocators_owner() -> Result {
+    fn extent_keeps_allocator_alive() -> Result {
         let buddy = Buddy::new(PAGE, 8 * PAGE)?;
         let extent = buddy.alloc(2 * PAGE, PAGE)?;
         drop(buddy);

@@ -72,7 +72,7 @@ mod tests {
     use kernel::sync::Arc;
 
     #[test]
-    fn a_wait_ends_in_time_and_then_no_more() -> Result {
+    fn wait_times_out_until_completed() -> Result {
         let done = KBox::pin_init(Completion::new(), GFP_KERNEL)?;
         assert!(!done.wait(0));
         assert!(!done.wait(5));
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_ends_the_wait() -> Result {
+    fn completion_by_worker_ends_wait() -> Result {
         let done = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
         let other = done.clone();
         kernel::workqueue::system().try_spawn(GFP_KERNEL, move || other.complete())?;

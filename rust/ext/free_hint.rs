@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_for_sure_is_said() -> Result {
+    fn fit_is_reported_only_if_certain() -> Result {
         let hint = FreeHint::new()?;
         hint.set(12 * PAGE, 8 * PAGE);
         for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_back_counts_and_what_is_closed_has_nothing() -> Result {
+    fn returning_memory_counts_and_closed_hint_is_unknown() -> Result {
         let hint = FreeHint::new()?;
         hint.set(PAGE, PAGE);
         hint.set_returning(3 * PAGE, 1);

@@ -167,7 +167,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_object_is_found_by_its_type_while_it_is_registered() -> Result {
+    fn instance_is_found_by_type_while_registered() -> Result {
         struct One(u32);
         struct Other;
         assert_eq!(instance::<One>().err(), Some(ENODEV));

@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_is_told_of_once_for_each_moment() {
+    fn long_wait_is_logged_once_per_threshold() {
         let mut wait = LoggedWait::new();
         let logged = [0, 0, 1, 1, 2, 9, 11, 12, 59, 75, 299, 301, 302, 1000].map(|seconds| wait.should_log(seconds));
         let wanted = [2, 6, 9, 11, 13];

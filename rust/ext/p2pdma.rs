@@ -447,7 +447,7 @@ mod tests {
     const PAGE: u64 = PAGE_SIZE as u64;
 
     #[test]
-    fn a_range_is_whole_pages_of_a_bar() {
+    fn range_must_be_whole_pages_inside_bar() {
         let (start, len) = (1 << 38, 16 * PAGE);
         let bar = Some((start, len));
         for (offset, size) in [(0, PAGE), (0, len), (PAGE, len - PAGE), (len - PAGE, PAGE)] {
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn a_function_has_six_bars() {
+    fn bar_numbers_above_5_are_rejected() {
         // Every guest has at least a host bridge.
         let mut at = Function::next(None);
         assert!(at.is_some());
@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_covers_its_own_pages_alone() {
+    fn target_covers_only_its_own_pages() {
         let (phys, size) = (1 << 38, 4 * PAGE);
         for (at, len) in [
             (phys, size),

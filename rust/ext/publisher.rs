@@ -399,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_second_waits_for_the_callback() -> Result {
+    fn second_revocation_waits_for_callback() -> Result {
         let driver = FakeDriver::new()?;
         let publisher = driver.publisher()?;
         let returned = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_is_let_go_is_not_told() -> Result {
+    fn disarmed_publisher_calls_no_callback() -> Result {
         let driver = FakeDriver::new()?;
         let publisher = driver.publisher()?;
         publisher.disarm();

@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_sentence_ends_at_a_whole_character() {
+    fn message_is_truncated_at_character_boundary() {
         let mut text = Text::new(fmt!("x"));
         assert_eq!(text.as_str(), "x");
         // Two-byte characters from an odd offset on: the last one does not fit and is dropped whole.
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_become_refusals() {
+    fn errors_convert_to_refusals() {
         let plain = Refusal::from(EINVAL);
         assert!(plain.error == EINVAL && plain.text().as_str().is_empty());
         let memory = Refusal::from(kernel::alloc::AllocError);
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_written_as_lspci_does() {
+    fn addresses_are_formatted_like_lspci() {
         let addr = PciAddr {
             domain: 0x1_0000,
             bus: 0xe0,
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_has_a_pid_and_a_name() {
+    fn owner_has_pid_and_command_name() {
         let text = Text::new(fmt!("{}", Owner::current()));
         let said = text.as_str();
         assert!(said.starts_with("pid ") && said.ends_with(')') && said.contains(" (kunit"));

@@ -525,7 +525,7 @@ mod tests {
     }
 
     #[test]
-    fn a_task_without_memory_has_nothing_mapped() -> Result {
+    fn kernel_thread_has_no_mappings() -> Result {
         let space = AddressSpace::<Nothing>::new()?;
         for address in [0, PAGE_SIZE as u64, u64::MAX] {
             assert!(space.mapped_at(address, u64::MAX).is_none());
@@ -535,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn two_address_spaces_are_two() -> Result {
+    fn address_spaces_have_separate_mappings() -> Result {
         let (one, other) = (AddressSpace::<Nothing>::new()?, AddressSpace::<Nothing>::new()?);
         assert!(one.mapping() != other.mapping());
         drop(one);
@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_to_faults() {
+    fn errors_map_to_fault_codes() {
         let cases = [
             (Ok(()), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
             (Err(EBUSY), bindings::vm_fault_reason_VM_FAULT_NOPAGE),

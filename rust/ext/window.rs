@@ -285,7 +285,7 @@ mod tests {
     };
 
     #[test]
-    fn what_was_shown_is_among_the_pages() {
+    fn mapped_extent_covers_all_added_pages() {
         let shown = MappedExtent::new();
         assert!(shown.all().is_none());
         for (first, pages, all) in [

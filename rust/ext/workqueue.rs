@@ -176,7 +176,7 @@ mod tests {
     static LATER: Atomic<u32> = Atomic::<u32>::new(0);
 
     #[test]
-    fn dropping_it_does_now_what_was_for_later() -> Result {
+    fn drop_runs_delayed_work_at_once() -> Result {
         for round in 0..8 {
             let queue = OwnQueue::new(c"p2pmem-kunit", || {
                 LATER.fetch_add(1, Relaxed);
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_it_runs_what_is_queued() -> Result {
+    fn drop_runs_queued_work() -> Result {
         const ITEMS: u32 = 64;
         let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
         let ran = Arc::new(Atomic::<u32>::new(0), GFP_KERNEL)?;

@@ -136,7 +136,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_holder_ends_it() {
+    fn last_holder_ends_buffer() {
         let mut life = Life::new();
         assert_eq!(life.state(), State::Live);
         assert!(life.add(Hold::Mapping));
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_revoked_one_outlives_its_holders_or_they_it() {
+    fn revoked_buffer_ends_with_last_holder_or_revocation() {
         let mut life = Life::new();
         assert!(life.add(Hold::Mapping));
         assert!(life.revoke());
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn one_of_two_revocations_ends_it() {
+    fn second_revocation_does_nothing() {
         // 9! / (7! 2!). The second revocation finds nothing to do.
         assert_eq!(explore(&begin(1), &[&PROGRAM, &PROVIDER, &NOBODY]), (36, 0));
         let mut life = Life::new();
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_breaks_a_rule_is_found() {
+    fn violated_invariants_are_detected() {
         // A holder that the model does not know: the memory does not go back with the last known one.
         let mut world = begin(1);
         world.life.copy(Hold::Export);

@@ -331,7 +331,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn functions_of_one_device_share_a_slot_where_there_are_several() {
+    fn functions_of_one_device_share_slot_on_bus_with_slots() {
         let port = |domain, bus, devfn, kind| Port {
             addr: PciAddr { domain, bus, devfn },
             kind,
@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_that_are_gone_are_unreachable() {
+    fn removed_functions_are_unreachable() {
         let ports = [Port {
             addr: PciAddr {
                 domain: 0,
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_classes() {
+    fn class_numbers_round_trip() {
         for raw in 0..=1000 {
             let known = PathClass::from_raw(raw);
             assert_eq!(known.is_some(), (1..=6).contains(&raw) || raw == 255);
@@ -455,7 +455,7 @@ mod tests {
     /// Two host bridges. The first has a switch with two endpoints, and a root port with one endpoint. The second has a
     /// root port with one endpoint.
     #[test]
-    fn the_kernels_distances() {
+    fn distances_match_kernel() {
         let port = |bus, devfn, kind, link| Port {
             addr: PciAddr { domain: 0, bus, devfn },
             kind,

@@ -488,7 +488,7 @@ mod tests {
     }
 
     #[test]
-    fn each_criterion_decides_where_those_before_it_are_equal() {
+    fn criterion_decides_if_previous_ones_are_equal() {
         let worse = |change: fn(&mut Path)| {
             let mut path = NEAR;
             change(&mut path);
@@ -536,7 +536,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rule_excludes() {
+    fn each_exclusion_has_its_verdict() {
         let near = [NEAR];
         let gone = [Path {
             class: PathClass::Unreachable,
@@ -575,7 +575,7 @@ mod tests {
     }
 
     #[test]
-    fn several_are_the_best_ones_in_their_order() {
+    fn several_picks_are_best_first() {
         let (near, far) = ([NEAR], [Path { hops: 9, ..NEAR }]);
         let mut all = [candidate(1, &far), candidate(2, &near), candidate(3, &near)];
         all[2].free -= PAGE;

@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_kept_to_the_byte() {
+    fn quota_is_exact_to_the_byte() {
         let mut store = Few([(None, 0); 4], 4);
         let charge_set = charge_set(100);
         let first = charge(&mut store, &charge_set, 60);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_kept_is_not_charged_at_all() {
+    fn failed_store_charges_nothing() {
         let mut store = Few([(None, 0); 4], 2);
         assert!(matches!(
             charge(&mut store, &charge_set(100), 60),

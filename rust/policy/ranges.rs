@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_names_its_range() {
+    fn each_error_names_its_range() {
         let size = 16 * PAGE;
         let top = u64::MAX / PAGE * PAGE;
         let cases: [(&[Range], Result<u64, RangeError>); 13] = [
@@ -122,12 +122,12 @@ mod tests {
     }
 
     #[test]
-    fn a_page_of_no_bytes_aligns_nothing() {
+    fn page_size_zero_is_unaligned() {
         assert_eq!(check(&[pages(0, 1)], PAGE, 0), Err(RangeError::Unaligned(0)));
     }
 
     #[test]
-    fn ranges_join_at_a_common_end() {
+    fn adjacent_ranges_join() {
         assert_eq!(range(0, 8).join(range(8, 4)), Some(range(0, 12)));
         assert_eq!(range(8, 4).join(range(0, 8)), None);
         assert_eq!(range(0, 8).join(range(9, 4)), None);

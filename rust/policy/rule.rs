@@ -416,7 +416,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rules_that_never_decide_are_found() {
+    fn rules_without_effect_are_found() {
         let any = Rule::new(RuleName::EMPTY);
         let deny = Rule {
             action: Some(Action::Deny),
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn users_are_ranges() {
+    fn users_match_ranges() {
         let some = Users::NOBODY
             .and(1000, 1000)
             .and_then(|users| users.and(100_000, 165_535));

@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_rule_that_matches_and_sets_it_decides() {
+    fn first_matching_rule_with_attribute_decides() {
         let any = Rule::new(RuleName::EMPTY);
         let rules = [
             Rule {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_of_max_rules_decides() {
+    fn last_of_max_rules_decides() {
         // The array is too large for the kernel's stack.
         static RULES: [Rule; MAX_RULES] = {
             let mut rules = [Rule::new(RuleName::EMPTY); MAX_RULES];

@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn attributes_as_text() {
+    fn attributes_are_parsed() {
         assert_eq!(device("any"), Some(DeviceMatch::Any));
         assert_eq!(device("03:00.0"), Some(DeviceMatch::At(addr(3))));
         assert_eq!(device("0000:03:00.0"), Some(DeviceMatch::At(addr(3))));

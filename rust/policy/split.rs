@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn boundaries_are_aligned_where_there_is_enough() {
+    fn boundaries_are_aligned_if_no_part_becomes_empty() {
         let share = |pages, parts, align| Split::new(pages * PAGE, parts, PAGE, align * PAGE).map(|s| s.share() / PAGE);
         assert_eq!(share(1024, 2, 512), Some(512));
         assert_eq!(share(1025, 2, 512), Some(1024));
@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_divided_is_not() {
+    fn split_with_empty_part_is_rejected() {
         assert_eq!(Split::new(5 * PAGE, 4, PAGE, PAGE), None);
         assert_eq!(Split::new(PAGE, 2, PAGE, PAGE), None);
         assert_eq!(Split::new(PAGE, 0, PAGE, PAGE), None);

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_has_so_many_dma_bufs_and_no_more() -> Result {
+    fn export_limit_per_file_is_enforced() -> Result {
         let count = ExportCount::new()?;
         let take = || count.take_of(2).map_err(|refusal| refusal.error);
         let (first, second) = (take()?, take()?);

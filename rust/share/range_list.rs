@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_a_list_is_put_into_words() {
+    fn each_range_error_has_a_message() {
         let size = 4 * PAGE;
         assert!(check(&[pages(1, 2)], size).is_ok_and(|sum| sum == 2 * PAGE));
         let wrong: [(&[Range], &str); 5] = [
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_of_addresses_end_where_addresses_do() {
+    fn wrapping_address_ranges_are_rejected() {
         let top = u64::MAX - PAGE + 1;
         assert!(check_address(&[pages(1, 1)], 0).is_ok_and(|r| r == pages(1, 1)));
         assert!(check_address(&[pages(1, 1)], 1).is_err_and(|r| r.error == EINVAL));
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_are_one_piece_and_there_is_a_most() -> Result {
+    fn adjacent_ranges_merge_and_count_is_limited() -> Result {
         let mut list = KVec::new();
         for at in 0..4 {
             assert!(append(&mut list, pages(at, 1)).is_ok());

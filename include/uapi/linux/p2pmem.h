@@ -344,7 +344,7 @@ struct p2pmem_request {
  * the request: none is published, reachable or near enough), -EACCES (rules deny all providers that could serve),
  * -EDQUOT (a quota of the user, the group or the file, or a limit of the cgroup, would be exceeded), -ENOSPC (the
  * providers that could serve are full, or rules reserve their free memory for others), -E2BIG (more than
- * %P2PMEM_MAX_CLIENTS clients), -ENOMEM.
+ * %P2PMEM_MAX_CLIENTS clients), -EMFILE (this file has 65,536 handles, or has used up all numbers), -ENOMEM.
  */
 struct p2pmem_alloc {
 	struct p2pmem_request req;
@@ -486,7 +486,7 @@ struct p2pmem_export {
  *
  * Errors: -EINVAL (a bad field, or the descriptor is no dma-buf), -EBADF (no such descriptor), -EXDEV (a dma-buf of
  * another driver), -EACCES (a dma-buf of parts of a buffer: the receiver was not given the rest), -ENODEV (the buffer
- * was revoked), -EMFILE (this file has used up its handles), -ENOMEM.
+ * was revoked), -EMFILE (this file has 65,536 handles, or has used up all numbers), -ENOMEM.
  */
 struct p2pmem_import {
 	__s32 fd;

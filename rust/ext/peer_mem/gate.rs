@@ -223,7 +223,7 @@ mod tests {
     };
 
     #[test]
-    fn a_gate_closes_behind_the_last_call() -> Result {
+    fn close_waits_for_calls_in_progress() -> Result {
         let gate = Gate::new(Form::Ex)?;
         assert!(!gate.is_open() && gate.pass(|_| ()).is_none());
         gate.open(Invalidator {
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_the_core_leaves_the_memory_in_use() -> Result {
+    fn failed_invalidation_keeps_memory_in_use() -> Result {
         extern "C" fn core(_handle: *mut ffi::c_void, number: u64) -> ffi::c_int {
             if number == 7 {
                 0

@@ -283,7 +283,7 @@ mod tests {
     const CPU: Adapter<'static> = unsafe { Adapter::from_raw(ptr::null_mut()) };
 
     #[test]
-    fn a_piece_is_one_entry_as_long_as_lengths_allow() -> Result {
+    fn range_is_split_at_maximum_entry_length() -> Result {
         // Nothing accesses these addresses, so no memory is needed there.
         let at = 1 << 38;
         for (size, lengths) in [
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_keep_their_order_and_distance() -> Result {
+    fn entries_keep_order_and_offsets() -> Result {
         let at = 1 << 38;
         let entries = mapped(&[(at + 9 * PAGE, PAGE), (at, 2 * PAGE), (at + 2 * PAGE, PAGE)])?;
         assert_eq!(entries.len(), 3);
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn more_entries_than_one_page_of_them_holds() -> Result {
+    fn chained_scatterlist_has_all_entries() -> Result {
         // The kernel chains scatterlists page by page.
         let mut pieces = KVec::new();
         for at in 0..1_000 {
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_takes_one_mapping_and_none_when_closed() -> Result {
+    fn slot_takes_one_mapping_and_none_after_close() -> Result {
         let slot = KBox::pin_init(Slot::new(), GFP_KERNEL)?;
         let piece = [PhysRange::new(1 << 38, PAGE)?];
         let mut table = bindings::sg_table::default();
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_is_of_one_registration() -> Result {
+    fn slot_belongs_to_one_registration() -> Result {
         let slot = Arc::pin_init(Slot::new(), GFP_KERNEL)?;
         let whole = Arc::new((), GFP_KERNEL)?;
         // The slot belongs to the first registration that uses it, even if that comes several times.

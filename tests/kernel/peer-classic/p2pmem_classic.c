@@ -4,7 +4,7 @@
  * 64 KiB. The client looks up each page in the page tables of the process, pins it, maps it for DMA separately, and makes
  * one entry of it.
  *
- * The driver binds to a PCI function by driver_override (p2pmem_classic) and lends one BAR of the function (parameter
+ * The driver binds to a PCI function by driver_override (p2pmem_classic) and publishes one BAR of the function (parameter
  * "bar"): mmap() of /dev/p2pmem-classic maps the BAR from offset 0 on, and ibv_reg_mr() registers the mapping. As with most
  * clients of this kind, a registration cannot be invalidated: it holds a reference to the module, and unbinding the driver
  * waits until the last registration has ended.
@@ -34,10 +34,10 @@
 
 static int bar = 2;
 module_param(bar, int, 0444);
-MODULE_PARM_DESC(bar, "the BAR that is lent");
+MODULE_PARM_DESC(bar, "the BAR to publish");
 
-/* The BAR that is lent, and its use. There is one at most. */
-struct lender {
+/* The published BAR, and its use. At most one BAR is published. */
+struct published_bar {
 	phys_addr_t start;
 	size_t size;
 	/* Number of registrations that pin each page of 64 KiB. Protected by lock. */
@@ -47,7 +47,7 @@ struct lender {
 
 static DEFINE_MUTEX(lock);
 static DECLARE_WAIT_QUEUE_HEAD(unused);
-static struct lender *lender;
+static struct published_bar *published;
 static void *client_handle;
 /* The address space of all files of the device; set by the first open, with a reference to the inode. */
 static struct address_space *mapping;
@@ -61,7 +61,7 @@ struct page_entry {
 };
 
 struct registration {
-	struct lender *lender;
+	struct published_bar *published;
 	unsigned long addr;
 	size_t size;
 	struct list_head pages;
@@ -104,13 +104,13 @@ static int classic_mmap(struct file *file, struct vm_area_struct *vma)
 	u64 offset = (u64)vma->vm_pgoff << PAGE_SHIFT;
 
 	guard(mutex)(&lock);
-	if (!lender)
+	if (!published)
 		return -ENODEV;
-	if (!(vma->vm_flags & VM_SHARED) || !IS_ALIGNED(vma->vm_start | offset, CLASSIC_SIZE) || offset > lender->size ||
-	    size > lender->size - offset)
+	if (!(vma->vm_flags & VM_SHARED) || !IS_ALIGNED(vma->vm_start | offset, CLASSIC_SIZE) ||
+	    offset > published->size || size > published->size - offset)
 		return -EINVAL;
 	vma->vm_page_prot = pgprot_noncached(vma->vm_page_prot);
-	return io_remap_pfn_range(vma, vma->vm_start, PHYS_PFN(lender->start + offset), size, vma->vm_page_prot);
+	return io_remap_pfn_range(vma, vma->vm_start, PHYS_PFN(published->start + offset), size, vma->vm_page_prot);
 }
 
 static struct miscdevice classic_device = {
@@ -155,11 +155,11 @@ static int classic_acquire(unsigned long addr, size_t size, void *private_data, 
 	}
 	INIT_LIST_HEAD(&reg->pages);
 	mutex_lock(&lock);
-	reg->lender = lender;
-	if (lender)
-		lender->registrations++;
+	reg->published = published;
+	if (published)
+		published->registrations++;
 	mutex_unlock(&lock);
-	if (!reg->lender) {
+	if (!reg->published) {
 		module_put(THIS_MODULE);
 		kfree(reg);
 		return 0;
@@ -192,7 +192,7 @@ static void classic_put_pages(struct sg_table *sg_head, void *client_context)
 
 	guard(mutex)(&lock);
 	list_for_each_entry_safe(entry, next, &reg->pages, list) {
-		reg->lender->pins[(entry->phys - reg->lender->start) >> CLASSIC_SHIFT]--;
+		reg->published->pins[(entry->phys - reg->published->start) >> CLASSIC_SHIFT]--;
 		list_del(&entry->list);
 		kfree(entry);
 	}
@@ -217,14 +217,15 @@ static int classic_get_pages(unsigned long addr, size_t size, int write, int for
 			break;
 		}
 		ret = walk(at, &entry->phys);
-		if (!ret && (entry->phys < reg->lender->start || entry->phys - reg->lender->start >= reg->lender->size))
+		if (!ret && (entry->phys < reg->published->start ||
+			     entry->phys - reg->published->start >= reg->published->size))
 			ret = -EFAULT;
 		if (ret) {
 			kfree(entry);
 			break;
 		}
 		mutex_lock(&lock);
-		reg->lender->pins[(entry->phys - reg->lender->start) >> CLASSIC_SHIFT]++;
+		reg->published->pins[(entry->phys - reg->published->start) >> CLASSIC_SHIFT]++;
 		list_add_tail(&entry->list, &reg->pages);
 		reg->npages++;
 		mutex_unlock(&lock);
@@ -289,7 +290,7 @@ static void classic_release(void *client_context)
 	struct registration *reg = client_context;
 
 	mutex_lock(&lock);
-	reg->lender->registrations--;
+	reg->published->registrations--;
 	mutex_unlock(&lock);
 	wake_up_all(&unused);
 	kfree(reg);
@@ -312,12 +313,12 @@ static const struct peer_memory_client classic_client = {
 
 static int classic_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 {
-	struct lender *new;
+	struct published_bar *new;
 	int ret;
 
 	if (bar < 0 || bar > 5 || !(pci_resource_flags(pdev, bar) & IORESOURCE_MEM) ||
 	    pci_resource_len(pdev, bar) < CLASSIC_SIZE) {
-		pci_err(pdev, "BAR %d is none that could be lent\n", bar);
+		pci_err(pdev, "BAR %d cannot be published: it is no memory BAR, or too small\n", bar);
 		return -EINVAL;
 	}
 	ret = pci_enable_device_mem(pdev);
@@ -339,10 +340,10 @@ static int classic_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	if (ret)
 		goto free;
 	mutex_lock(&lock);
-	if (lender)
+	if (published)
 		ret = -EBUSY;
 	else
-		lender = new;
+		published = new;
 	mutex_unlock(&lock);
 	if (ret) {
 		pci_release_region(pdev, bar);
@@ -359,7 +360,7 @@ disable:
 	return ret;
 }
 
-static bool is_unused(struct lender *old)
+static bool is_unused(struct published_bar *old)
 {
 	guard(mutex)(&lock);
 	return !old->registrations;
@@ -367,10 +368,10 @@ static bool is_unused(struct lender *old)
 
 static void classic_remove(struct pci_dev *pdev)
 {
-	struct lender *old = pci_get_drvdata(pdev);
+	struct published_bar *old = pci_get_drvdata(pdev);
 
 	mutex_lock(&lock);
-	lender = NULL;
+	published = NULL;
 	mutex_unlock(&lock);
 	if (mapping)
 		unmap_mapping_range(mapping, 0, 0, 1);

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn all_offsets_and_lengths_arrive_and_nothing_else_does() {
+    fn write_changes_exactly_the_requested_bytes() {
         for at in 0..9 {
             for len in 0..LEN {
                 let mut memory = pattern();
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_are_as_wide_as_they_can_be() {
+    fn widest_aligned_access_is_used() {
         let widths = [
             (0, 9, 8),
             (8, 8, 8),

@@ -237,7 +237,7 @@ mod tests {
     use std::ffi::CStr;
 
     #[test]
-    fn a_panic_ends_as_an_errno_with_a_sentence() {
+    fn panic_becomes_errno_with_message() {
         let hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(|_| {}));
         let result = run("p2pmem_test", || panic!("on purpose"));
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_are_each_thread_s_own() {
+    fn last_error_is_per_thread() {
         let fail = |text: &str| run("f", || Err(Failure::argument(text)));
         assert_eq!(fail("here"), -libc::EINVAL);
         std::thread::spawn(move || {
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn wants_become_requests() {
+    fn want_converts_to_request() {
         let want = Want {
             size: 4096,
             provider: 2,
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn providers_are_whole() {
+    fn providers_have_all_fields() {
         let all = providers(&Fake::example().device()).unwrap();
         assert_eq!(all.len(), 3);
         let address = all[0].address.map(|c| c.to_ne_bytes()[0]);

@@ -36,7 +36,7 @@ fn text(out: &Output) -> String {
 }
 
 #[test]
-fn the_header_is_made_of_the_source() {
+fn header_matches_source() {
     let Some(version) = tool(Command::new("cbindgen").arg("--version")) else {
         return;
     };
@@ -69,7 +69,7 @@ fn build_folder() -> PathBuf {
 }
 
 #[test]
-fn what_is_installed_compiles_links_and_runs() {
+fn installed_library_compiles_links_and_runs() {
     let dir = tempfile::tempdir().unwrap();
     let build = dir.path().join("build");
     std::fs::create_dir(&build).unwrap();

@@ -123,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_what_it_knows_and_refuses_the_rest() {
+    fn known_paths_are_served_and_others_refused() {
         let server = Arc::new(Server::http("127.0.0.1:0").unwrap());
         let serving = server.clone();
         let thread = std::thread::spawn(move || serve(&serving, Path::new("/nonexistent")));

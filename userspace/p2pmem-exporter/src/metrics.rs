@@ -47,7 +47,7 @@ const GAUGES: &[Gauge] = &[
     }),
     Gauge(
         "kernel_reserve",
-        "Memory reserved for drivers of the kernel",
+        "Kernel reserve: memory that stays in the kernel's pool for other drivers",
         Some(Unit::Bytes),
         |p| p.kernel_reserve,
     ),
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_provider_is_only_in_the_sums() {
+    fn removed_provider_counts_only_in_totals() {
         let fake = Fake::example();
         let device = fake.device();
         drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_ones_that_prometheus_knows() {
+    fn metric_names_are_valid_and_unique() {
         let unique: std::collections::BTreeSet<_> =
             GAUGES.iter().map(|g| g.0).chain(COUNTERS.iter().map(|c| c.0)).collect();
         assert_eq!(unique.len(), GAUGES.len() + COUNTERS.len());

@@ -155,7 +155,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn lists_and_ranges() {
+    fn size_lists_and_ranges_are_parsed() {
         let sizes = |text: &str| messages(text).map(|sizes| sizes.0);
         assert_eq!(sizes("2M"), Ok(vec![2 << 20]));
         assert_eq!(sizes("4K,2M, 64"), Ok(vec![4096, 2 << 20, 64]));

@@ -242,7 +242,7 @@ proptest! {
     }
 
     #[test]
-    fn damaged_messages_are_refused_or_another_message(at in 0usize..400, byte in any::<u8>()) {
+    fn damaged_message_is_rejected_or_checked(at in 0usize..400, byte in any::<u8>()) {
         let hello = FromClient::Hello { version: VERSION, test: test() };
         let mut bytes = serde_json::to_vec(&hello).unwrap();
         let at = at % bytes.len();

@@ -93,7 +93,7 @@ fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
                 // The module's message belongs to this import only if the error is the same.
                 errno if device.last_errno() == Some(errno) => device.reason(&mut reason),
                 Errno(libc::EOPNOTSUPP | line::ENOTSUPP) => ": the NIC's driver cannot register dma-bufs",
-                Errno(libc::ENOSYS) => ": libibverbs is too old for dma-bufs",
+                Errno(libc::ENOSYS) => ": libibverbs does not support dma-bufs: install rdma-core 34 or later",
                 _ => "",
             };
             say!("{call} on {domain}: dma-buf registration failed: {errno}{reason}");

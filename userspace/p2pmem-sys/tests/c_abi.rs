@@ -274,7 +274,7 @@ fn no_structure_has_padding() {
 /// Fails if a compiler for 32-bit programs has another layout than this crate.
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn layout_is_that_of_32_bit_programs_too() {
+fn layout_matches_32_bit_programs() {
     let mut source = format!("#include <stddef.h>\n#include \"{}\"\n", header().display());
     for (name, number) in of_rust() {
         let expression = match name.split_once(' ') {
@@ -301,7 +301,7 @@ fn layout_is_that_of_32_bit_programs_too() {
 }
 
 #[test]
-fn the_list_of_ioctls_has_all_of_the_header() {
+fn ioctl_list_is_complete() {
     let text = std::fs::read_to_string(header()).expect("the uapi header");
     let defined = text
         .lines()

@@ -64,7 +64,7 @@ fn source() -> String {
 }
 
 #[test]
-fn offsets_flags_and_functions_are_those_of_the_header() {
+fn offsets_flags_and_functions_match_header() {
     let dir = tempfile::tempdir().unwrap();
     let probe = dir.path().join("probe.c");
     std::fs::write(&probe, "#include <infiniband/verbs.h>\n").unwrap();

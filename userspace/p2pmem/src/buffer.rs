@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_refused_free_is_told() {
+    fn refused_free_returns_error() {
         let fake = Fake::example();
         let device = fake.device();
         let buffer = device.alloc(&Request::new(4096)).unwrap();

@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_file_is_created_unless_asked_for() {
+    fn file_is_created_only_if_requested() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("missing");
         for options in [

@@ -210,7 +210,7 @@ mod tests {
     use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
     #[test]
-    fn events_come_in_order_and_waiting_ends() {
+    fn events_are_ordered_and_wait_times_out() {
         let fake = Fake::example();
         let device = fake.device();
         let buffer = device.alloc(&Request::new(4096).provider(1)).unwrap();
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn losses_and_unknown_events_are_told() {
+    fn lost_and_unknown_events_are_reported() {
         let lost = abi::p2pmem_event {
             type_: abi::P2PMEM_EVENT_LOST,
             count: 9,

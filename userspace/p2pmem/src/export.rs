@@ -157,7 +157,7 @@ mod tests {
     use crate::{BufferState, Request};
 
     #[test]
-    fn ranges_come_in_the_order_asked_for() {
+    fn ranges_keep_the_requested_order() {
         let device = Fake::example().device();
         let buffer = device.alloc(&Request::new(4 * 4096)).unwrap();
         let whole = buffer.export(&ExportOptions::new()).unwrap();
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_exported_is_refused_in_words() {
+    fn invalid_exports_are_refused_with_message() {
         let fake = Fake::example();
         let device = fake.device();
         let buffer = device.alloc(&Request::new(8192).provider(2)).unwrap();
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_mapping_is_exported_by_its_addresses() {
+    fn mapping_is_exported_by_its_addresses() {
         let device = Fake::example().device();
         let buffer = device.alloc(&Request::new(8192)).unwrap();
         let mapping = buffer.map().unwrap();

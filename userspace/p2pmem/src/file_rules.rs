@@ -116,7 +116,7 @@ mod tests {
     use crate::{Request, VerdictCode};
 
     #[test]
-    fn a_denied_provider_is_not_taken_and_the_rule_is_named() {
+    fn denied_provider_is_not_chosen_and_rule_is_named() {
         let device = Fake::example().device();
         let request = Request::new(4096);
         let first = device.alloc(&request).unwrap().provider();
@@ -126,7 +126,7 @@ mod tests {
             action: Some(Action::Deny),
             ..FileRule::new("not-this")
         };
-        device.set_rules(&[deny.clone()]).unwrap();
+        device.set_rules(std::slice::from_ref(&deny)).unwrap();
         assert_ne!(device.alloc(&request).unwrap().provider(), first);
         let last = device.explain_last().unwrap();
         let verdict = last.verdicts.iter().find(|v| v.provider == first).unwrap();
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_do_not_fit_never_reach_the_module() {
+    fn too_long_names_fail_before_the_ioctl() {
         let device = Fake::example().device();
         let rule = FileRule {
             action: Some(Action::Deny),

@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn one_byte_too_many_names_the_bar_its_size_and_who_uses_it() {
+    fn refusal_of_full_provider_names_bar_size_and_holders() {
         let fake = Fake::example();
         let device = fake.device();
         let request = Request::new(200 << 20).provider(1);
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn many_holders_are_counted_and_an_empty_provider_is_called_so() {
+    fn holder_list_is_shortened_and_empty_provider_is_all_free() {
         let device = Fake::example().device();
         let provider = device.providers().unwrap().remove(0);
         let mut capacity = FullProvider {

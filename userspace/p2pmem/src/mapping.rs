@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn accesses_are_bounded() {
+    fn out_of_bounds_access_is_rejected() {
         let mapping = mapping(4096);
         assert_eq!(mapping.len(), 4096);
         mapping.write(4088, 1u64).unwrap();
@@ -337,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn typed_copies_arrive() {
+    fn typed_copies_round_trip() {
         let mapping = mapping(4096);
         let data = [1.5f32, -2.25, 3.0];
         mapping.copy_from_slice(12, &data).unwrap();
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_read_and_written_whole_and_ends_are_found() {
+    fn file_io_is_complete_and_stops_at_end_of_file() {
         // 3 blocks and 100 bytes, so that the last read is short.
         let content: Vec<u8> = (0..3 * 4096 + 100).map(|i| (i % 251) as u8).collect();
         let Some((_dir, file)) = direct_file("data", &content) else {

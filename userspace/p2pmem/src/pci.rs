@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn names_of_all_kinds_are_found() {
+    fn names_of_all_kinds_are_resolved() {
         let dir = tree();
         assert_eq!(resolve(&dir, "0000:03:00.0").unwrap(), "0000:03:00.0");
         assert_eq!(resolve(&dir, "nvme0").unwrap(), "0000:01:00.0");
@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pci_device_is_refused_with_words() {
+    fn other_names_are_refused_with_message() {
         let dir = tree();
         assert!(resolve(&dir, "nvme7").unwrap_err().contains("no such device"));
         assert!(resolve(&dir, "loop0").unwrap_err().contains("on no PCI device"));
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn sysfs_is_listed() {
+    fn devices_are_listed_from_sysfs() {
         let dir = tree();
         let devices = devices_in(dir.path()).unwrap();
         let clients: Vec<_> = devices
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_addresses_are_refused() {
+    fn invalid_addresses_are_refused() {
         for text in [
             "",
             "3:00.0",

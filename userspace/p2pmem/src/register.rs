@@ -355,6 +355,7 @@ impl Registration {
     }
 
     /// Returns the memory region.
+    #[cfg(feature = "verbs")]
     pub(crate) fn region(&self) -> &RawMr {
         &self.mr.mr
     }

@@ -86,7 +86,7 @@ mod tests {
     use crate::{Error, Request, Strategy};
 
     #[test]
-    fn a_stripe_is_divided_where_its_parts_end() {
+    fn stripe_is_divided_at_part_boundaries() {
         let device = Fake::example().device();
         let request = Request::new(10 * 4096).strategy(Strategy::Stripe);
         let stripe = device.alloc_stripe(&request.clone().parts(3)).unwrap();
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_stripe_is_refused_in_words() {
+    fn invalid_stripe_requests_are_refused() {
         let device = Fake::example().device();
         let request = Request::new(1 << 20).strategy(Strategy::Stripe);
         assert!(matches!(device.alloc(&request), Err(Error::Request(_))));

@@ -520,12 +520,12 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "past the end")]
-    fn access_past_the_end_is_caught() {
+    fn access_past_the_end_panics() {
         region(4096).read(4090, &mut [0; 7]);
     }
 
     #[test]
-    fn the_kernel_refuses_what_is_no_p2pmem_device() {
+    fn ioctl_and_mmap_on_other_device_fail() {
         let device = CharDevice::open(Path::new("/dev/null")).unwrap();
         assert_eq!(device.info().unwrap_err().raw_os_error(), Some(libc::ENOTTY));
         assert_eq!(
@@ -547,7 +547,7 @@ mod tests {
     }
 
     #[test]
-    fn events_of_other_sizes_are_divided_by_what_they_say() {
+    fn events_are_split_by_their_size_field() {
         let known = size_of::<abi::p2pmem_event>();
         let sizes = [known, known + 8, 12, abi::P2PMEM_MAX_EVENT as usize, known];
         let bytes: Vec<u8> = (0..).zip(sizes).flat_map(|(n, size)| event_bytes(size, n)).collect();
@@ -563,7 +563,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_of_events_are_an_error() {
+    fn truncated_events_are_an_error() {
         let known = size_of::<abi::p2pmem_event>();
         let mut out = [abi::p2pmem_event::default(); 8];
         let mut cut = event_bytes(known + 8, 1);

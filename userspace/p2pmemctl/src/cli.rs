@@ -125,7 +125,7 @@ pub struct PublishArgs {
     #[arg(long)]
     pub mode: Option<Mode>,
 
-    /// Bytes to reserve for drivers of the kernel, such as nvmet.
+    /// Kernel reserve: bytes that stay in the kernel's pool for other drivers, such as nvmet.
     #[arg(long, value_parser = size)]
     pub kernel_reserve: Option<u64>,
 
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_and_seconds() {
+    fn bytes_and_seconds_are_parsed() {
         assert_eq!((byte("0xfe"), byte("7")), (Ok(0xfe), Ok(7)));
         assert!(byte("256").is_err());
         assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));

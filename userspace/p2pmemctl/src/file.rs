@@ -318,7 +318,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn subordinate_ids_are_the_user_s() {
+    fn subordinate_ids_of_user_are_found() {
         let text =
             "bob:200000:10\nalice:100000:65536\n1000:300000:1\nalice:1:0\nalice:x:1\nalice:4294967295:2\nalice\n";
         let alice = UserAccount {

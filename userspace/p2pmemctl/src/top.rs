@@ -379,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_that_quit() {
+    fn quit_keys() {
         let key = |code, modifiers| quits(&KeyEvent::new(code, modifiers));
         assert!(key(KeyCode::Char('q'), KeyModifiers::NONE) && key(KeyCode::Esc, KeyModifiers::NONE));
         assert!(key(KeyCode::Char('c'), KeyModifiers::CONTROL) && !key(KeyCode::Char('c'), KeyModifiers::NONE));

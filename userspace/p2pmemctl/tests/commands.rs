@@ -270,7 +270,7 @@ ID  PROVIDER      VERDICT
 }
 
 #[test]
-fn stats_count() {
+fn stats_count_allocations() {
     let machine = machine(Fake::example());
     machine.run(&["alloc", "1M"]);
     let (code, out) = machine.run(&["stats"]);

@@ -26,7 +26,7 @@ pub struct Device {
     pub kind: String,
     /// PCI address, `0000:03:00.0`.
     pub bdf: String,
-    /// Bytes of memory that the device can lend; 0 for none.
+    /// Bytes of memory that the device can publish; 0 for none.
     pub memory: u64,
     /// The drive's block device, once its driver is bound.
     #[serde(skip_serializing_if = "Option::is_none", default)]

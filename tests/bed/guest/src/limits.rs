@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_overrun_survives_as_text() {
+    fn overrun_round_trips_through_text() {
         let late = anyhow::Error::new(Overrun("x took 2 s".into())).context("device y");
         let parsed = Overrun::from_text(Overrun::to_text(&late));
         assert!(Overrun::is(&parsed) && parsed.to_string() == "not in time: device y: x took 2 s");

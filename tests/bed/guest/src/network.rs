@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn listeners() {
+    fn listening_ports_are_parsed() {
         let head = "  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode";
         let row = "   0: 00000000:4853 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1";
         assert_eq!(tcp_listener(head), None);
@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses() {
+    fn nodes_have_addresses_and_variables() {
         let network = Network {
             node: "b".into(),
             nodes: ["a", "b"].map(String::from).into(),

@@ -850,7 +850,7 @@ extern "C" fn on_bus_error(_signal: i32, info: *mut libc::siginfo_t, _context: *
 pub fn survive_bus_errors() -> io::Result<()> {
     // SAFETY: all-zero is a valid sigaction.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-    action.sa_sigaction = on_bus_error as usize;
+    action.sa_sigaction = on_bus_error as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO;
     // SAFETY: the handler only makes calls that are allowed in one.
     match unsafe { libc::sigaction(libc::SIGBUS, &action, ptr::null_mut()) } {

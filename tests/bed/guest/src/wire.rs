@@ -121,7 +121,8 @@ pub struct DeviceNote {
     pub kind: String,
     /// Its PCI address (`0000:03:00.0`), as the emulator numbers it from what the guest put into the bridges.
     pub bdf: String,
-    /// Size of the memory it can lend, in bytes: the accelerator's or ivshmem's BAR, the drive's CMB; 0 for none.
+    /// Size of the memory that the device can publish, in bytes: the BAR of an accelerator or ivshmem, the CMB of a
+    /// drive; 0 for none.
     pub memory: u64,
 }
 
@@ -282,7 +283,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frames_come_back_as_sent() {
+    fn frames_round_trip() {
         let mut wire = Vec::new();
         for (kind, payload) in [
             (Kind::Control, &b"{}"[..]),
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stream_out_of_step_is_an_error() {
+    fn malformed_frames_are_rejected() {
         assert_eq!(
             read_frame(&mut &[9u8, 0, 0, 0, 0][..]).unwrap_err().kind(),
             io::ErrorKind::InvalidData

@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_long_run_has_more() {
+    fn long_run_multiplies_cases() {
         assert_eq!(multiplied(3000, None), 3000);
         assert_eq!(multiplied(3000, Some("10")), 30_000);
         assert_eq!(multiplied(3000, Some("0")), 3000);

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn ways() {
+    fn bridges_on_paths() {
         let topology = tree();
         for (from, to, bridges, root_complex) in [
             // The inner switch is below the first port of the outer switch.
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ports_are_those_of_the_emulator() {
+    fn downstream_ports_have_unique_names() {
         let topology = tree();
         let mut names: BTreeSet<String> = topology.device.iter().map(|d| d.name().to_owned()).collect();
         names.extend(topology.bridge.iter().map(|bridge| bridge.name.clone()));
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn payload_is_added_up_by_bridge() {
+    fn payload_is_summed_by_bridge() {
         let devices = json!({
             "drive": { "kind": "nvme", "payload": { "near": 100, "host": 0, "shm": 7 }, "read": { "near": 1 } },
             "far": { "kind": "accel", "counters": { "host_read": 9, "by_target": {

@@ -88,18 +88,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_found() {
+    fn enabled_lockdep_without_leaks_is_clean() {
         assert!(findings("lockdep 1\n").is_empty());
     }
 
     #[test]
-    fn lockdep_that_gave_up_is_a_finding() {
+    fn disabled_lockdep_is_a_finding() {
         assert_eq!(findings("lockdep 0\n").len(), 1);
         assert_eq!(findings("").len(), 1);
     }
 
     #[test]
-    fn what_the_kernel_leaks_by_itself_is_none() {
+    fn known_leaks_of_the_kernel_are_ignored() {
         let said = |caller: &str| {
             format!(
                 "lockdep 1\nunreferenced object 0xffff888008b3e000 (size 576):\n  comm \"kworker/0:1\", pid 12, jiffies 1\n  \
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn leaks_are_findings_of_their_own() {
+    fn each_leak_is_one_finding() {
         let said = "lockdep 1\nunreferenced object 0xffff888008b3e000 (size 64):\n  comm \"insmod\", pid 12, jiffies 1\n  \
                     backtrace (crc 0):\n    leak_it+0x10/0x20 [provoke]\nunreferenced object 0xffff888008b3e100 (size 8):\n  \
                     comm \"x\", pid 13, jiffies 1\n";

@@ -562,7 +562,7 @@ mod tests {
     }
 
     #[test]
-    fn an_entry_stands_for_all_combinations() {
+    fn entry_expands_to_all_combinations() {
         let table = Table::parse("t", TABLE).unwrap();
         let names: Vec<&str> = table.clients.iter().map(|client| client.name.as_str()).collect();
         let all = [
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_say_on_which_kernels() {
+    fn tables_select_kernels() {
         let kernels = |line: &str| Table::parse("t", &format!("{line}\n{TABLE}")).unwrap().kernels;
         assert_eq!(kernels(""), Kernels::Both);
         assert_eq!(kernels("stock_only = \"a\""), Kernels::Stock("a".into()));
@@ -596,7 +596,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_tables_are_refused() {
+    fn invalid_tables_are_rejected() {
         let cases = [
             (
                 "listen = 18515",
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_race_is_told_from_other_failures() {
+    fn lost_race_differs_from_other_failures() {
         let table = Table::parse("t", TABLE).unwrap();
         let lost = |client: usize, code, text| table.clients[client].has_lost_race(Some(&outcome(code, text)));
         assert!(lost(0, 1, "event REJECTED"));
@@ -640,7 +640,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_follow_the_outcome() {
+    fn reports_reflect_the_outcome() {
         let table = Table::parse("t", TABLE).unwrap();
         let counted =
             |bytes: u64| json!({"b": {"nic0": {"counters": {"payload": {"host_written": bytes, "host_read": 1}}}}});
@@ -697,7 +697,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tables_of_the_test_bed() {
+    fn all_tables_of_the_test_bed_load() {
         let mut count = 0;
         for entry in fs::read_dir(tables()).unwrap() {
             let path = entry.unwrap().path();

@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn payload_is_sorted_by_target() {
+    fn payload_is_counted_by_target() {
         let mut classifier = Classifier::new(1 << 30, BTreeMap::from([(1, "nvme0".into()), (2, "nvme1".into())]));
         classifier.learn(
             &[
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn translated_payload_is_unknown_until_its_page_is() {
+    fn translated_payload_is_unknown_until_page_is_known() {
         let drives = BTreeMap::from([(1, "nvme0".into())]);
         let mut classifier = Classifier::new(1 << 30, drives).translated();
         let mut nvme = function("nvme0", 0xf000_0000, 4096);
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn differences() {
+    fn difference_of_snapshots() {
         use serde_json::json;
         let before = json!({"n": {"x": 5, "list": [1, 2], "kind": "nic"}});
         let after = json!({"n": {"x": 7, "list": [1, 5], "kind": "nic", "new": 3, "gone": true}});
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_is_split_as_q35_does() {
+    fn memory_is_split_like_q35() {
         let classifier = Classifier::new(4 << 30, BTreeMap::new());
         assert_eq!(classifier.target(0x7fff_f000, 4096), HOST);
         assert_eq!(classifier.target(0x8000_0000, 4096), UNKNOWN);
@@ -403,7 +403,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_place_of_a_bar_counts() {
+    fn latest_address_of_bar_is_used() {
         let mut classifier = Classifier::new(1 << 30, BTreeMap::new());
         classifier.learn(&[function("accel0", 0xe000_0000, 4096)], |_| true);
         classifier.learn(

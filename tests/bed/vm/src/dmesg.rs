@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records() {
+    fn records_are_parsed() {
         let record = Record::parse(b"30,1234,5678901,-;nvme nvme0: 2/0/0 default/read/poll queues\n SUBSYSTEM=pci\n");
         assert_eq!(record.level, 6);
         assert_eq!(record.time_us, 5_678_901);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_lines_are_found() {
+    fn kernel_faults_are_found() {
         for line in [
             "WARNING: drivers/pci/p2pdma.c:312 at pci_p2pdma_add_resource+0x1",
             "WARNING: possible circular locking dependency detected",
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn good_lines_are_not() {
+    fn harmless_lines_are_no_findings() {
         for line in [
             "Linux version 7.2.12+deb13-amd64",
             "Debugging: BUGLESS",
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn findings_have_their_time() {
+    fn findings_have_timestamps() {
         let records = [
             Record::parse(b"4,1,1500000,-;BUG: x"),
             Record::parse(b"6,2,1600000,-;fine"),

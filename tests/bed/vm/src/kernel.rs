@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn extracts_the_payload() {
+    fn payload_is_extracted() {
         let elf = b"\x7fELF and so on".repeat(100);
         let mut payload = zstd::encode_all(&elf[..], 3).unwrap();
         payload.extend_from_slice(&(elf.len() as u32).to_le_bytes());
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_it_does_not_know() {
+    fn unsupported_images_are_rejected() {
         assert!(extract(b"").is_err());
         assert!(
             extract(&image(b"\x1f\x8bgzip"))

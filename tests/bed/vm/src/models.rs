@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_fabric_gets_all_devices_of_all_nodes() {
+    fn fabric_config_has_all_devices_of_all_nodes() {
         let text = include_str!("../../topologies/rdma.toml");
         let layout = Layout::parse("rdma", text).unwrap();
         let paths = ["a", "b"].map(|node| Paths {

@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_process_is_gone() {
+    fn dropped_process_is_killed() {
         let dir = tempfile::tempdir().unwrap();
         let process = Process::start(
             "cat",
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn what_it_logged_is_told() {
+    fn description_contains_log() {
         let dir = tempfile::tempdir().unwrap();
         let script = argv(&["sh", "-c", "echo out; echo err >&2; exit 3"]);
         let mut process = Process::start("sh", &script, Stdin::default(), &dir.path().join("log"), false).unwrap();

@@ -149,7 +149,7 @@ mod tests {
 "#;
 
     #[test]
-    fn a_run_is_compared() {
+    fn results_are_compared_with_expectations() {
         let expected = Results::parse(EXPECTED).unwrap();
         let mut run = Results::default();
         run.add(RUN.as_bytes()).unwrap();
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_run_found_can_be_what_is_expected() {
+    fn stored_results_are_valid_expectations() {
         let mut run = Results::default();
         run.add(RUN.lines().take(3).collect::<Vec<_>>().join("\n").as_bytes())
             .unwrap();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn only_known_words_are_expected() {
+    fn unknown_outcomes_are_rejected() {
         for bad in ["skip: ", "skip", "crash: ", "ok"] {
             let text = EXPECTED.replacen("\"pass\"", &format!("{bad:?}"), 1);
             assert!(Results::parse(&text).is_err(), "{bad}");

@@ -438,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_is_where_the_topology_says() {
+    fn devices_are_on_buses_of_the_topology() {
         let plan = demo();
         let devices = devices(&plan);
         let bus = |id: &str| devices[id]["bus"].as_str().unwrap().to_owned();
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn an_iommu_comes_before_all_devices() {
+    fn iommu_precedes_all_devices() {
         let text = include_str!("../../topologies/iommu.toml");
         let topology = Topology::parse("iommu", text).unwrap();
         let paths = Paths {
@@ -491,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn ports_have_numbers_of_their_own() {
+    fn chassis_numbers_are_unique() {
         let devices = devices(&demo());
         let mut numbers: Vec<i64> = devices.values().filter_map(|d| d["chassis"].as_i64()).collect();
         let count = numbers.len();

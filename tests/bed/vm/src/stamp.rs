@@ -27,7 +27,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_has_what_reports_need() -> Result<()> {
+    fn stamp_has_commit_time_and_machine() -> Result<()> {
         let stamp = stamp()?;
         ensure!(stamp["commit"].is_null() || stamp["commit"].as_str().is_some_and(|commit| commit.len() == 40));
         ensure!(stamp["time"].as_str().is_some_and(|time| time.ends_with('Z')));

@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_good_one() {
+    fn valid_topology_is_parsed() {
         let topology = Topology::parse("t", GOOD).unwrap();
         assert_eq!(topology.machine, Machine::default());
         assert_eq!(topology.device("accel0").unwrap().memory(), 64 << 20);
@@ -504,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes() {
+    fn nodes_are_parsed() {
         let layout = Layout::parse("t", &two()).unwrap();
         let names: Vec<&str> = layout.nodes.iter().map(|node| node.name.as_str()).collect();
         assert_eq!(names, ["a", "b"]);
@@ -516,7 +516,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_nodes_are_named() {
+    fn invalid_nodes_are_named() {
         let error = |text: &str| format!("{:#}", Layout::parse("t", text).expect_err("accepted"));
         let cases = [
             (
@@ -555,7 +555,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nic_is_on_a_switch() {
+    fn nic_has_a_fabric_switch() {
         let nic = GOOD
             .replace("kind = \"nvme\"", "kind = \"nic\"")
             .replace("image = \"256M\"", "");
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn the_files_of_the_test_bed() {
+    fn all_topologies_of_the_test_bed_load() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies");
         let mut count = 0;
         for entry in fs::read_dir(folder).unwrap() {
@@ -579,7 +579,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_ones_are_named() {
+    fn errors_name_the_invalid_entry() {
         let double =
             format!("{GOOD}\n[[device]]\nkind = \"ivshmem\"\nname = \"accel0\"\nparent = \"sw0\"\nsize = \"1M\"");
         assert!(

@@ -275,14 +275,14 @@ some other line
     }
 
     #[test]
-    fn events() {
+    fn events_are_parsed() {
         let mut parser = Parser::default();
         let events: Vec<Event> = TRACE.lines().filter_map(|line| parser.line(line)).collect();
         assert_eq!(events, expected());
     }
 
     #[test]
-    fn translations() {
+    fn translations_are_parsed() {
         let line = "vtd_dmar_translate dev 02:01.03 iova 0xfffc0000 -> gpa 0x380000000 mask 0xfff";
         assert_eq!(
             Parser::default().line(line),
@@ -300,7 +300,7 @@ some other line
     }
 
     #[test]
-    fn timestamps_and_rubbish() {
+    fn timestamps_are_skipped_and_invalid_lines_ignored() {
         let mut parser = Parser::default();
         let line = "12@1700000000.123456:pci_nvme_read cid 1 nsid 7 nlb 1 count 512 lba 0x0";
         assert_eq!(
@@ -317,7 +317,7 @@ some other line
     }
 
     #[test]
-    fn a_growing_file() {
+    fn growing_file_is_read_incrementally() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         let mut reader = Reader::open(file.path()).unwrap();
         let mut events = Vec::new();

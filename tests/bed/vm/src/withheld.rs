@@ -52,7 +52,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_part_of_the_time_between_that_was_withheld() -> Result<()> {
+    fn withheld_fraction_of_interval() -> Result<()> {
         let before = Ticks::parse("cpu  100 0 50 800 0 1 2 47 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")?;
         let after = Ticks::parse("cpu  150 0 50 800 0 1 2 97 0 0\n")?;
         assert_eq!(before.withheld(&after), 0.5);
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn another_account_is_an_error() {
+    fn malformed_cpu_times_are_rejected() {
         for bad in ["", "cpu0 1 2 3 4 5 6 7 8", "cpu  1 2 3", "cpu  1 2 3 4 5 6 7 x"] {
             assert!(Ticks::parse(bad).is_err(), "{bad:?}");
         }

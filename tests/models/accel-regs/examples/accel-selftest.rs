@@ -214,7 +214,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         Status::BadOperation,
     )?;
     refused(
-        "no DMA target at the address",
+        "no memory at the bus address",
         accel.run(Op::DmaIn, 0, 0, 64, 0x7f_0000_0000_0000, TIMEOUT),
         Status::Unreachable,
     )?;

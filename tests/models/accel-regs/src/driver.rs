@@ -67,7 +67,7 @@ pub enum Error {
     #[error("the accelerator was removed: its registers do not respond")]
     Gone,
     /// A range exceeds the buffer or the memory of the device.
-    #[error("range outside of the buffer or of the accelerator's memory")]
+    #[error("range exceeds the buffer or the accelerator's memory")]
     OutOfBounds,
     /// The process cannot read physical addresses.
     #[error("physical addresses cannot be read: {0}")]
@@ -589,7 +589,7 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_millis(20);
 
     #[test]
-    fn refuses_what_is_no_accelerator() {
+    fn other_devices_are_rejected() {
         let good = devices(
             "0x1234",
             &[(reg::ID, ID), (reg::VERSION, VERSION), (reg::MEMORY_SIZE, 4096)],
@@ -613,7 +613,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_are_bounded_and_ends_are_told_apart() {
+    fn wait_returns_result_error_status_or_timeout() {
         // The registers never change, so each submission gets the sequence number in SUBMITTED.
         let open = |registers: &[(u64, u32)]| {
             let devices = devices(
@@ -643,7 +643,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_lock_is_waited_for_with_a_bound() {
+    fn wait_for_held_lock_times_out() {
         let devices = devices("0x1234", &[(reg::ID, ID), (reg::VERSION, VERSION)]);
         let accel = Accel::open_in(devices.path(), "0000:01:00.0").unwrap();
         let other = File::open(devices.path().join("0000:01:00.0/resource0")).unwrap();
@@ -668,7 +668,7 @@ mod tests {
     }
 
     #[test]
-    fn host_buffers_have_addresses_or_say_why_not() {
+    fn host_buffer_has_bus_addresses_or_error() {
         match HostBuffer::new(10_000) {
             Ok(buffer) => {
                 assert_eq!(

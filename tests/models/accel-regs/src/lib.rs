@@ -240,15 +240,15 @@ impl core::fmt::Display for Status {
         f.write_str(match self {
             Status::Ok => "success",
             Status::BadOperation => "unknown operation or flags",
-            Status::BadRange => "range outside of the accelerator's memory",
+            Status::BadRange => "range exceeds the accelerator's memory",
             Status::BadLength => "bad length for this operation",
             Status::BadAlignment => "bad alignment for this operation",
             Status::BadArgument => "bad argument for this operation",
-            Status::Unreachable => "no DMA target at the bus address",
+            Status::Unreachable => "no memory at the bus address",
             Status::BusMasterOff => "bus mastering is disabled",
-            Status::Denied => "access denied by the DMA target",
-            Status::Timeout => "the DMA target did not respond in time",
-            Status::Aborted => "aborted",
+            Status::Denied => "the DMA mapping does not permit the access",
+            Status::Timeout => "timeout: no reply to the DMA access",
+            Status::Aborted => "the command was aborted",
         })
     }
 }
@@ -359,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_go_both_ways() {
+    fn opcodes_and_statuses_round_trip() {
         for op in Op::ALL {
             assert_eq!(Op::from_u32(op as u32), Some(op));
             assert_ne!(Op::features() & (1 << op as u32), 0);

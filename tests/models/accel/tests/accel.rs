@@ -117,7 +117,7 @@ impl Drop for Bench {
 }
 
 #[test]
-fn identifies_itself() {
+fn identification_registers() {
     let mut bench = Bench::new();
     let client = bench.client();
     assert_eq!(client.read32(0, reg::ID).unwrap(), ID);
@@ -156,7 +156,7 @@ fn identifies_itself() {
 }
 
 #[test]
-fn fills_copies_and_sums() {
+fn fill_copy_and_checksum() {
     let mut bench = Bench::new();
     bench.ok(Op::Pattern, 0, 3 << 20, 5);
     let data = bench.memory(0, 3 << 20);
@@ -204,7 +204,7 @@ fn fills_copies_and_sums() {
 }
 
 #[test]
-fn transforms_agree_with_the_definition() {
+fn transforms_agree_with_definition() {
     let mut bench = Bench::new();
     const N: usize = 32;
     let input: Vec<Complex64> = (0..3 * N)
@@ -246,7 +246,7 @@ fn transforms_agree_with_the_definition() {
 }
 
 #[test]
-fn bad_parameters_end_as_errors() {
+fn invalid_parameters_end_with_error_status() {
     let mut bench = Bench::new();
     for (op, offset, length, argument, status) in [
         (Op::Fill, SIZE, 1, 0, Status::BadRange),
@@ -296,7 +296,7 @@ fn bad_parameters_end_as_errors() {
 }
 
 #[test]
-fn dma_counts_what_it_moves_by_target() {
+fn dma_bytes_are_counted_by_target() {
     let mut bench = Bench::new();
     bench.enable_dma();
     let ram = Memory::new("guest", 1 << 20).unwrap();
@@ -349,7 +349,7 @@ fn dma_counts_what_it_moves_by_target() {
 }
 
 #[test]
-fn interrupts_come_when_asked_for() {
+fn interrupt_is_raised_only_if_requested() {
     let mut bench = Bench::new();
     let fds: Vec<OwnedFd> = (0..2).map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap()).collect();
     bench.client().arm(0, &fds).unwrap();
@@ -381,7 +381,7 @@ fn interrupts_come_when_asked_for() {
 }
 
 #[test]
-fn a_full_queue_refuses() {
+fn full_queue_rejects_submission() {
     let mut bench = Bench::new();
     bench.enable_dma();
     // A DMA message without a reply blocks the worker, so this test reads messages and does not reply to them.
@@ -438,7 +438,7 @@ fn access(offset: u64, count: u32) -> Vec<u8> {
 }
 
 #[test]
-fn reset_forgets_commands_and_keeps_memory() {
+fn reset_drops_commands_and_keeps_memory() {
     let mut bench = Bench::new();
     bench.ok(Op::Fill, 0, 4096, 0x0101_0101_0101_0101);
     for _ in 0..8 {
@@ -456,7 +456,7 @@ fn reset_forgets_commands_and_keeps_memory() {
 }
 
 #[test]
-fn odd_accesses_are_ignored_and_counted() {
+fn invalid_accesses_are_ignored_and_counted() {
     let mut bench = Bench::new();
     bench.client().write(0, reg::OP, &[7]).unwrap();
     bench.client().write(0, reg::OP + 2, &[7; 4]).unwrap();
@@ -487,7 +487,7 @@ proptest! {
 
     /// Each command with arbitrary values gets a result, and the device keeps working.
     #[test]
-    fn any_command_ends(
+    fn arbitrary_command_completes(
         op in 0_u32..12,
         flags in prop_oneof![Just(0_u32), Just(1), any::<u32>()],
         offset in prop_oneof![0..2 * SIZE, any::<u64>()],
@@ -502,7 +502,7 @@ proptest! {
 
     /// Register accesses at arbitrary offsets and widths get a reply, and the device keeps working.
     #[test]
-    fn any_register_access_is_answered(
+    fn arbitrary_register_access_gets_reply(
         accesses in proptest::collection::vec((0..BAR0_SIZE, 1_usize..17, any::<bool>(), any::<u8>()), 1..50),
     ) {
         let mut bench = Bench::new();

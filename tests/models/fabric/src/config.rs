@@ -333,7 +333,7 @@ mod tests {
     "#;
 
     #[test]
-    fn what_is_not_said_has_a_default() {
+    fn omitted_keys_have_defaults() {
         let config = Config::parse(TWO_NODES).unwrap();
         assert_eq!(config.switch[0].name, "sw");
         assert_eq!(config.devices(), 4);
@@ -352,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn errors_name_the_invalid_entry() {
         for (from, to, error) in [
             (
                 "name = \"b\"",

@@ -360,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn links_are_controlled() {
+    fn link_requests_are_applied() {
         let device = Arc::new(RecordingDevice::default());
         let control = Control::new(Arc::clone(&device) as Arc<dyn ControlTarget>);
         let request = |request: &str| control.handle_request(request.as_bytes());
@@ -410,7 +410,7 @@ mod tests {
     }
 
     #[test]
-    fn presence_is_part_of_the_state() {
+    fn state_has_connected_and_dead() {
         let control = Control::new(Arc::new(RecordingDevice::default()));
         let state = |control: &Control| control.handle_request(br#"{"get":"state"}"#)["state"].clone();
         assert_eq!(

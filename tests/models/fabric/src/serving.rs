@@ -349,17 +349,17 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_of_a_device_is_the_end_of_it() {
+    fn device_panic_ends_device() {
         panic_ends_device(0);
     }
 
     #[test]
-    fn a_panic_of_a_worker_is_the_end_of_its_device() {
+    fn worker_panic_ends_device() {
         panic_ends_device(1);
     }
 
     #[test]
-    fn a_socket_that_cannot_be_is_named() {
+    fn bind_error_names_the_socket() {
         let paths = DevicePaths {
             socket: "/nonexistent/device".into(),
             control: None,

@@ -28,7 +28,7 @@ mod tests {
     use super::parse_size;
 
     #[test]
-    fn suffixes() {
+    fn size_suffixes_are_parsed() {
         assert_eq!(parse_size("4096"), Ok(4096));
         assert_eq!(parse_size("256M"), Ok(256 << 20));
         assert_eq!(parse_size("1g"), Ok(1 << 30));

@@ -257,7 +257,7 @@ fn nics_are_served_and_controlled() {
 }
 
 #[test]
-fn a_client_without_manners_ends_alone() {
+fn malformed_client_does_not_affect_others() {
     let fabric = Fabric::start(ACCELS);
     let mut first = fabric.connect("accel0");
     let mut invalid = UnixStream::connect(fabric.path("accel1.sock")).unwrap();
@@ -270,7 +270,7 @@ fn a_client_without_manners_ends_alone() {
 }
 
 #[test]
-fn a_signal_ends_them_all() {
+fn signal_ends_all_devices() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let mut fabric = Fabric::start(ACCELS);
         let mut first = fabric.connect("accel0");
@@ -291,7 +291,7 @@ fn a_signal_ends_them_all() {
 }
 
 #[test]
-fn mistakes_are_told() {
+fn startup_errors_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("fabric.toml");
     let attempt = |text: &str| {

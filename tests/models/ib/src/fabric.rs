@@ -39,9 +39,12 @@ pub enum TopologyError {
     /// A name, a link or a GUID occurs twice.
     #[error("duplicate name, link or GUID: \"{0}\"")]
     Duplicate(String),
-    /// No path, or no direct link, connects the two switches.
+    /// No path connects the two switches.
     #[error("no path from switch \"{0}\" to switch \"{1}\"")]
     Unconnected(String, String),
+    /// No link connects the two switches directly.
+    #[error("there is no link between switch \"{0}\" and switch \"{1}\"")]
+    NotLinked(String, String),
     /// All unicast LIDs are in use.
     #[error("all unicast LIDs are in use")]
     NoLid,

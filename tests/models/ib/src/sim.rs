@@ -6,6 +6,7 @@ mod connected;
 mod datagrams;
 mod errors;
 mod faults;
+mod large;
 mod links;
 mod random;
 mod shared;
@@ -47,7 +48,7 @@ struct Key {
     remote_atomic: bool,
 }
 
-/// A host with flat memory. The address space of each key is the memory itself.
+/// A host with flat memory. The address space of each key is the memory itself, repeated.
 struct TestHost {
     lid: u16,
     now: Rc<Cell<Duration>>,
@@ -65,7 +66,11 @@ struct TestHost {
     local_result: Result<(), Status>,
     completions: Vec<Completion>,
     events: Vec<Event>,
+    /// Sent packets, if `keeps_sent` is set.
     sent: Vec<Packet>,
+    keeps_sent: bool,
+    /// Number of sent packets.
+    transmitted: usize,
     /// Number of calls of `write`.
     writes: usize,
     /// Number of accesses after which all keys are removed.
@@ -95,7 +100,8 @@ impl TestHost {
             return Err(Fault::Bounds);
         }
         assert_ne!(access.length, 0, "the engine must not request an access of length 0");
-        Ok(access.address as usize..end as usize)
+        let start = access.address as usize % self.memory.len();
+        Ok(start..start + access.length as usize)
     }
 
     fn present(&mut self, access: &Access) -> Result<std::ops::Range<usize>, Fault> {
@@ -200,7 +206,10 @@ impl Host for TestHost {
     }
 
     fn transmit(&mut self, packets: Vec<Packet>) {
-        self.sent.extend(packets.iter().cloned());
+        self.transmitted += packets.len();
+        if self.keeps_sent {
+            self.sent.extend(packets.iter().cloned());
+        }
         self.network.borrow_mut().send(self.lid, packets, self.now.get());
     }
 
@@ -291,6 +300,8 @@ impl Simulation {
                     completions: Vec::new(),
                     events: Vec::new(),
                     sent: Vec::new(),
+                    keeps_sent: true,
+                    transmitted: 0,
                     writes: 0,
                     remove_keys_after: None,
                     injected: (None, None),
@@ -328,14 +339,14 @@ impl Simulation {
                 Delivery::Link(up) => node.links.push(up),
             }
         }
-        let sent = node.host.sent.len();
+        let transmitted = node.host.transmitted;
         node.next = node.engine.run(&mut node.host);
-        worked || node.host.sent.len() > sent
+        worked || node.host.transmitted > transmitted
     }
 
     /// Runs all adapters until no work is left at the current time.
     fn settle(&mut self) {
-        for _ in 0..20_000 {
+        for _ in 0..100_000 {
             let mut worked = false;
             for node in 0..self.nodes.len() {
                 worked |= self.work(node);
@@ -345,7 +356,7 @@ impl Simulation {
                 return;
             }
         }
-        panic!("the adapters still have work after 20,000 rounds");
+        panic!("the adapters still have work after 100,000 rounds");
     }
 
     /// Advances the time to the next timer or delayed packet. Returns false if there is none up to `end`.
@@ -503,7 +514,7 @@ impl Simulation {
     fn receive(&mut self, node: usize, queue: Queue, id: u64, address: u64, length: u32) {
         let work = ReceiveWork {
             id,
-            pieces: smallvec![Sge {
+            sges: smallvec![Sge {
                 key: ALL_KEY,
                 address,
                 length

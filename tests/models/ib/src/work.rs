@@ -31,24 +31,24 @@ pub enum Payload {
 impl Payload {
     /// Returns this payload with another segment at its end.
     #[must_use]
-    pub fn with(self, piece: Segment) -> Self {
-        match (self, piece) {
-            (Self::Memory(mut pieces), Segment::Memory(piece)) => {
-                pieces.push(piece);
-                Self::Memory(pieces)
+    pub fn with(self, segment: Segment) -> Self {
+        match (self, segment) {
+            (Self::Memory(mut sges), Segment::Memory(sge)) => {
+                sges.push(sge);
+                Self::Memory(sges)
             }
-            (Self::Memory(pieces), Segment::Inline(bytes)) if pieces.is_empty() => Self::Inline(bytes),
+            (Self::Memory(sges), Segment::Inline(bytes)) if sges.is_empty() => Self::Inline(bytes),
             (Self::Inline(mut bytes), Segment::Inline(more)) => {
                 bytes.extend(more);
                 Self::Inline(bytes)
             }
-            (Self::Memory(pieces), piece) => {
-                Self::Mixed(pieces.into_iter().map(Segment::Memory).chain([piece]).collect())
+            (Self::Memory(sges), segment) => {
+                Self::Mixed(sges.into_iter().map(Segment::Memory).chain([segment]).collect())
             }
-            (Self::Inline(bytes), piece) => Self::Mixed(vec![Segment::Inline(bytes), piece]),
-            (Self::Mixed(mut pieces), piece) => {
-                pieces.push(piece);
-                Self::Mixed(pieces)
+            (Self::Inline(bytes), segment) => Self::Mixed(vec![Segment::Inline(bytes), segment]),
+            (Self::Mixed(mut segments), segment) => {
+                segments.push(segment);
+                Self::Mixed(segments)
             }
         }
     }
@@ -67,7 +67,7 @@ impl Segment {
     /// Returns the length in bytes.
     pub(crate) fn len(&self) -> u64 {
         match self {
-            Self::Memory(piece) => piece.length.into(),
+            Self::Memory(sge) => sge.length.into(),
             Self::Inline(bytes) => bytes.len() as u64,
         }
     }
@@ -224,10 +224,13 @@ pub struct ReceiveWork {
     /// The host's identifier of the request. The completion returns the identifier.
     pub id: u64,
     /// Scatter list for the message.
-    pub pieces: SmallVec<[Sge; 4]>,
+    pub sges: SmallVec<[Sge; 4]>,
     /// Number of requests that remain in the queue after this one. Used only for the limit of shared receive queues.
     pub left: u32,
 }
+
+/// Length of the longest message in bytes.
+pub(crate) const MAX_MESSAGE: u32 = 1 << 31;
 
 /// Status of a completion, as in the verbs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

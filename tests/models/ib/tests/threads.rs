@@ -140,7 +140,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_arrive_over_a_bad_link() {
+fn data_is_correct_over_lossy_link() {
     let half = 8 << 20;
     let memory = |seed| [pattern(half, seed), vec![0; half]].concat();
     let faults = Faults {
@@ -150,18 +150,18 @@ fn bytes_arrive_over_a_bad_link() {
         ..Faults::default()
     };
     let adapters = pair([memory(1), memory(2)], faults);
-    let piece = 100_000;
-    let count = half as u64 / piece;
+    let chunk = 100_000;
+    let count = half as u64 / chunk;
     for (i, adapter) in adapters.iter().enumerate() {
         let requests = (0..count).map(|id| {
-            let (own, other) = (id * piece, half as u64 + id * piece);
+            let (own, other) = (id * chunk, half as u64 + id * chunk);
             if i == 0 {
                 let remote = Remote { address: other, key: 1 };
-                work(id, SendOp::Write { remote, imm: None }, own, piece as u32)
+                work(id, SendOp::Write { remote, imm: None }, own, chunk as u32)
             } else {
                 // READs start where the WRITEs start and end in the lower half, which the WRITEs do not change.
                 let remote = Remote { address: own, key: 1 };
-                work(id, SendOp::Read { remote }, own, piece as u32)
+                work(id, SendOp::Read { remote }, own, chunk as u32)
             }
         });
         adapter.inbox.send(Message::Work(requests.collect())).unwrap();
@@ -169,7 +169,7 @@ fn bytes_arrive_over_a_bad_link() {
     for adapter in &adapters {
         expect(adapter, 0..count);
     }
-    let moved = (count * piece) as usize;
+    let moved = (count * chunk) as usize;
     let [(first, source), (_, target)] = stop(adapters);
     assert_eq!(target[half..half + moved], source[..moved]);
     assert_eq!(target[..moved], source[..moved]);

@@ -169,7 +169,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn only_the_transfer_that_is_meant_is_held() {
+    fn only_matching_transfer_is_held() {
         let hold = Arc::new(Hold::default());
         hold.hold_if_requested(1, true, 1);
         hold.arm(HoldRequest {

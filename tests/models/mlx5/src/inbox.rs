@@ -170,7 +170,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn order_is_kept_and_the_reader_wakes() {
+    fn messages_keep_order_and_wake_reader() {
         let inbox = Arc::new(Inbox::default());
         let writer = std::thread::spawn({
             let inbox = Arc::clone(&inbox);
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_end() {
+    fn take_times_out() {
         let inbox = Inbox::default();
         let mut messages = Vec::new();
         inbox.take(&mut messages, Wait::No);
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_find_their_worker() {
+    fn messages_are_routed_to_their_worker() {
         let inboxes = Inboxes::default();
         inboxes.set_umr_qp(7, true);
         for qpn in [6, 7] {

@@ -201,7 +201,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn known_places() {
+    fn fields_have_known_offsets() {
         use ifc::{cmd_hca_cap, cqc, create_cq_in, mkc, qpc};
         // Expected values are taken from the headers by hand.
         assert_eq!((cqc::STATUS.offset(), cqc::STATUS.width()), (0, 4));
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn short_slices_are_zeros_and_stay() {
+    fn fields_beyond_slice_read_zero_and_ignore_writes() {
         let mut bytes = [0xff; 4];
         let field = Field::new(16, 24);
         assert_eq!(field.get(&bytes), 0);
@@ -250,7 +250,7 @@ mod tests {
     proptest! {
         /// `get` returns the value of `set`, and `set` changes no other bit.
         #[test]
-        fn set_and_get(start in any::<[u8; 24]>(), offset in 0_u32..128, width in 1_u32..=64, value: u64) {
+        fn set_changes_only_its_field(start in any::<[u8; 24]>(), offset in 0_u32..128, width in 1_u32..=64, value: u64) {
             let field = Field::new(offset, width);
             let mut bytes = start;
             field.set(&mut bytes, value);

@@ -169,9 +169,9 @@ impl Qp {
         self.rq_counter = self.rq_counter.wrapping_add(1) & COUNTER;
         let id = u64::from(index);
         match wqe::scatter(&bytes) {
-            Ok(pieces) => Fetched::Work(ReceiveWork {
+            Ok(sges) => Fetched::Work(ReceiveWork {
                 id,
-                pieces,
+                sges,
                 left: left - 1,
             }),
             Err(wqe::Malformed) => Fetched::Bad {

@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_sees_that_the_function_was_reset_under_it() {
+    fn reset_disables_command_interface() {
         let (registers, inbox) = (Registers::new(), Inboxes::default());
         let interface = |registers: &Registers| (read(registers, 0x14) >> 8) & 7;
         registers.reset();
@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn doorbells() {
+    fn doorbells_are_decoded() {
         let (registers, inbox) = (Registers::new(), Inboxes::default());
         let uar = 17 * UAR_SIZE;
         registers.write(uar + 0x40, &[3, 0, 1, 2], &inbox);
@@ -400,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn health_counts_until_it_fails() {
+    fn health_counter_stops_on_failure() {
         let registers = Registers::new();
         assert_eq!(read(&registers, reg::INITIALIZING), 0);
         registers.fail(7);
@@ -422,7 +422,7 @@ mod tests {
     proptest! {
         /// No access panics, and a read returns the same bytes as single-byte reads.
         #[test]
-        fn any_access(offset in 0..BAR0_SIZE, len in 1_usize..80, data: [u8; 80]) {
+        fn arbitrary_access_is_consistent(offset in 0..BAR0_SIZE, len in 1_usize..80, data: [u8; 80]) {
             let (registers, inbox) = (Registers::new(), Inboxes::default());
             registers.write(offset, &data[..len], &inbox);
             let mut whole = vec![0; len];

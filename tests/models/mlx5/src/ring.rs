@@ -94,7 +94,7 @@ impl Pages {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BufferError {
     /// The range is not in the buffer.
-    #[error("range outside of the queue buffer")]
+    #[error("range exceeds the queue buffer")]
     Outside,
     /// The DMA access failed.
     #[error(transparent)]
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_are_walked() {
+    fn segments_follow_page_list() {
         let pages = Pages::new(&list(&[0x1_0003, 0x5_0000, 0x9_0000]), 0, 32, 0x2000).unwrap();
         assert_eq!(segments(&pages, 0, 0x800), Some(vec![(0x1_0800, 0x800)]));
         assert_eq!(
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn lists_that_do_not_reach() {
+    fn short_page_list_is_rejected() {
         assert!(Pages::new(&list(&[0x1000, 0x2000]), 0, 0, 0x2000).is_some());
         assert!(Pages::new(&list(&[0x1000, 0x2000]), 0, 1, 0x2000).is_none());
         assert!(Pages::new(&list(&[0x1000]), 1, 0, 0x2000).is_some());
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn rings_are_inside() {
+    fn ring_must_fit_its_pages() {
         let pages = || Pages::new(&list(&[0x1000, 0x2000]), 0, 0, 0x2000).unwrap();
         assert!(Ring::new(pages(), 0, 7, 6).is_some());
         assert!(Ring::new(pages(), 64, 7, 6).is_none());

@@ -75,11 +75,11 @@ impl Srq {
         let id = u64::from(self.head);
         self.head = wqe_srq_next_seg::NEXT_WQE_INDEX.get32(&bytes) & (self.ring.entries() - 1);
         self.rq_counter = self.rq_counter.wrapping_add(1) & COUNTER;
-        let pieces = bytes.get(wqe_srq_next_seg::BYTES..).unwrap_or(&[]);
-        match wqe::scatter(pieces) {
-            Ok(pieces) => Fetched::Work(ReceiveWork {
+        let entries = bytes.get(wqe_srq_next_seg::BYTES..).unwrap_or(&[]);
+        match wqe::scatter(entries) {
+            Ok(sges) => Fetched::Work(ReceiveWork {
                 id,
-                pieces,
+                sges,
                 left: left - 1,
             }),
             Err(wqe::Malformed) => Fetched::Bad {

@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_rest_before_they_return() {
+    fn freed_number_is_not_reused_at_once() {
         let mut table = Table::new(16, 4);
         let numbers: Vec<_> = (0..5).map(|object| table.add(object)).collect();
         assert_eq!(numbers, [Some(16), Some(17), Some(18), Some(19), None]);

@@ -23,7 +23,7 @@ fn places(layout: &Layout) -> Vec<(&str, u64, u64, Option<u64>)> {
 }
 
 #[test]
-fn bit_structures() {
+fn bit_structures_have_bit_offsets() {
     let headers = read(
         "struct mlx5_ifc_inner_bits { u8 a[0x8]; u8 b[0x18]; };
          struct mlx5_ifc_outer_bits {
@@ -110,7 +110,7 @@ fn constants_are_computed() {
 }
 
 #[test]
-fn what_is_not_understood() {
+fn unsupported_declarations_are_skipped_or_rejected() {
     // A structure with a kernel type is skipped.
     let headers =
         read("struct list { struct list *next; void (*call)(int); }; static inline int f(void) { return 1; }");

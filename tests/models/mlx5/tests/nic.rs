@@ -70,7 +70,7 @@ fn pattern(len: usize, seed: u8) -> Vec<u8> {
 }
 
 #[test]
-fn a_driver_finds_its_way() {
+fn initialisation_and_command_errors() {
     let mut driver = Driver::new("nic", GUID, &fabric());
     assert_eq!(driver.register(0x4) >> 16, 5, "command interface revision");
     let query = |driver: &mut Driver, mode: u32| {
@@ -105,7 +105,7 @@ fn a_driver_finds_its_way() {
 }
 
 #[test]
-fn what_cannot_be_delivered() {
+fn invalid_command_entries_have_delivery_status() {
     let mut driver = adapter();
     let entry = RAM;
     // A command with an unknown opcode and a mailbox.
@@ -148,7 +148,7 @@ fn what_cannot_be_delivered() {
 }
 
 #[test]
-fn commands_end_with_events_once_there_is_a_queue() {
+fn command_events_are_posted_once_eq_exists() {
     let mut driver = adapter();
     let command = constants::MLX5_EVENT_TYPE_CMD;
     let mut events = driver.event_queue(3, &[command]);
@@ -182,7 +182,7 @@ fn commands_end_with_events_once_there_is_a_queue() {
 }
 
 #[test]
-fn objects_hold_each_other() {
+fn objects_in_use_cannot_be_destroyed() {
     let mut driver = adapter();
     let events = driver.event_queue(1, &[]);
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
@@ -218,7 +218,7 @@ fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
 }
 
 #[test]
-fn messages_arrive() {
+fn send_write_and_read_transfer_data() {
     let mut driver = adapter();
     let (_, mut cq, mut qp) = loopback(&mut driver);
     let key = driver.key;
@@ -293,7 +293,7 @@ fn messages_arrive() {
 }
 
 #[test]
-fn atomics() {
+fn atomics_return_old_value() {
     let mut driver = adapter();
     let (_, mut cq, mut qp) = loopback(&mut driver);
     let key = driver.key;
@@ -320,7 +320,7 @@ fn atomics() {
 }
 
 #[test]
-fn errors_have_their_status() {
+fn errors_have_their_syndrome() {
     let mut driver = adapter();
     let key = driver.key;
     let from = driver.alloc(4096);
@@ -370,7 +370,7 @@ fn errors_have_their_status() {
 }
 
 #[test]
-fn work_that_makes_no_sense() {
+fn malformed_wqes_are_errors() {
     let mut driver = adapter();
     let key = driver.key;
     let from = driver.alloc(4096);
@@ -407,7 +407,7 @@ fn work_that_makes_no_sense() {
 }
 
 #[test]
-fn completions_are_told_of() {
+fn armed_cq_posts_completion_event() {
     let mut driver = adapter();
     let (mut events, mut cq, mut qp) = loopback(&mut driver);
     let nop = |driver: &mut Driver, qp: &mut driver::Qp| driver.send(qp, constants::MLX5_OPCODE_NOP, 0, &[]);
@@ -477,7 +477,7 @@ fn completions_are_told_of() {
 }
 
 #[test]
-fn a_full_queue_breaks() {
+fn cq_overrun_raises_cq_error() {
     let mut driver = adapter();
     let error = constants::MLX5_EVENT_TYPE_CQ_ERROR;
     let mut events = driver.event_queue(1, &[error]);
@@ -539,7 +539,7 @@ fn resize(driver: &mut Driver, cq: &driver::Ring, log_entries: u32, buffer: u64)
 }
 
 #[test]
-fn a_queue_is_resized() {
+fn cq_is_resized() {
     let mut driver = adapter();
     let (_, mut cq, mut qp) = loopback(&mut driver);
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
@@ -557,7 +557,7 @@ fn a_queue_is_resized() {
 }
 
 #[test]
-fn a_queue_is_not_made_too_small_for_what_is_in_it() {
+fn cq_resize_below_content_is_rejected() {
     let mut driver = adapter();
     let lid = lid(&mut driver);
     let events = driver.event_queue(1, &[]);
@@ -593,7 +593,7 @@ fn a_queue_is_not_made_too_small_for_what_is_in_it() {
 }
 
 #[test]
-fn datagrams() {
+fn datagram_is_delivered() {
     let mut driver = adapter();
     let events = driver.event_queue(1, &[]);
     let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
@@ -640,7 +640,7 @@ fn datagrams() {
 }
 
 #[test]
-fn shared_receives() {
+fn srq_receives_and_raises_limit_event() {
     let mut driver = adapter();
     let limit = constants::MLX5_EVENT_TYPE_SRQ_RQ_LIMIT;
     let mut events = driver.event_queue(1, &[limit]);
@@ -706,7 +706,7 @@ fn shared_receives() {
 }
 
 #[test]
-fn two_adapters() {
+fn adapters_exchange_data_and_survive_link_flap() {
     let fabric = fabric();
     let mut a = Driver::new("a", GUID, &fabric);
     let mut b = Driver::new("b", GUID + 16, &fabric);
@@ -747,7 +747,7 @@ fn two_adapters() {
 }
 
 #[test]
-fn resets_forget_everything() {
+fn reset_destroys_all_objects() {
     let mut driver = adapter();
     let (_, cq, qp) = loopback(&mut driver);
     for round in 0..3 {

@@ -503,7 +503,7 @@ mod tests {
     }
 
     #[test]
-    fn header_reads_as_built() {
+    fn header_has_configured_values() {
         let space = space();
         assert_eq!(space.get32(0), 0xabcd_1234);
         assert_eq!(space.get32(8), 0x1200_0007);
@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn bars_are_sized_and_addressed() {
+    fn bar_sizing_and_addresses() {
         let mut space = space();
         assert_eq!(space.bar_address(0), None);
         space.write(0x10, &[0xff; 4]);
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn read_only_stays_and_reset_clears() {
+    fn read_only_bits_are_kept_and_reset_restores_defaults() {
         let mut space = space();
         let before = space.bytes.clone();
         let ones = vec![0xff; SIZE + 8];
@@ -591,7 +591,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_are_named() {
+    fn invalid_layouts_are_rejected() {
         let new = || ConfigBuilder::new(1, 2);
         let wide = BarKind::Memory64Prefetchable;
         assert_eq!(

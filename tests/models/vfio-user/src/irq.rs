@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn off_means_dropped() {
+    fn disabled_interrupt_is_dropped() {
         let irqs = Irqs::new(2);
         assert_eq!(irqs.raise(0), Raised::Dropped);
         assert_eq!(irqs.raise(2), Raised::NoVector);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn raised_between_eventfds_is_sent_later_and_once() {
+    fn interrupt_without_eventfd_is_delivered_once_later() {
         let irqs = Irqs::new(3);
         irqs.set_enabled(true);
         let (theirs, ours) = event();
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn masked_is_latched_and_disabling_forgets() {
+    fn masked_interrupt_is_latched_and_disable_clears_it() {
         let irqs = Irqs::new(1);
         irqs.set_enabled(true);
         let (theirs, ours) = event();
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn only_eventfds_and_only_existing_vectors() {
+    fn invalid_eventfds_and_vectors_are_rejected() {
         let irqs = Irqs::new(2);
         let file = OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
         assert_eq!(irqs.set_eventfds(0, vec![file]), Err(Errno::INVAL));
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_eventfd_blocks_nobody() {
+    fn full_eventfd_does_not_block() {
         let irqs = Irqs::new(1);
         irqs.set_enabled(true);
         let fd = eventfd(0, EventfdFlags::empty()).unwrap();
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn pending_bits_have_their_place() {
+    fn pending_bits_are_indexed_by_vector() {
         let irqs = Irqs::new(70);
         irqs.set_enabled(true);
         irqs.raise(0);

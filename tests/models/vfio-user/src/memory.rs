@@ -107,7 +107,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bounds_are_kept() {
+    fn out_of_bounds_access_is_rejected() {
         let memory = Memory::new("bounds", 8192).unwrap();
         let mut data = [1; 16];
         memory.read(8176, &mut data).unwrap();
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn it_cannot_be_resized() {
+    fn memory_cannot_be_resized() {
         let memory = Memory::new("sealed", 4096).unwrap();
         assert!(rustix::fs::ftruncate(memory.fd(), 0).is_err());
         assert!(rustix::fs::ftruncate(memory.fd(), 8192).is_err());

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_found_and_gaps_are_measured() {
+    fn lookup_returns_peer_or_length_of_gap() {
         let peers = Peers::new();
         let low = peers.add(2, "low", memory(0x1000)).unwrap();
         let high = peers.add(2, "high", memory(0x2000)).unwrap();
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn two_at_one_address_are_none() {
+    fn overlapping_peers_are_not_found() {
         let peers = Peers::new();
         let a = peers.add(2, "a", memory(0x2000)).unwrap();
         let b = peers.add(2, "b", memory(0x1000)).unwrap();
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_unique_and_free_again() {
+    fn names_are_unique_and_reusable() {
         let peers = Peers::new();
         let first = peers.add(2, "accel0", memory(0x1000)).unwrap();
         assert_eq!(

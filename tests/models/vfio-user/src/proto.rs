@@ -308,7 +308,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_those_of_the_protocol() {
+    fn structure_sizes_match_protocol() {
         assert_eq!(HEADER, 16);
         assert_eq!(size_of::<Version>(), 4);
         assert_eq!(size_of::<DmaMap>(), 32);
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn encoding_fills_in_the_size() {
+    fn encode_sets_message_size() {
         let bytes = encode(
             Header {
                 id: 7,

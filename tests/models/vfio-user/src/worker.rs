@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_is_remembered() {
+    fn panic_is_recorded() {
         let mut good = Worker::spawn("good", Bus::new(1), || {}).unwrap();
         let mut bad = Worker::spawn("bad", Bus::new(1), || panic!("on purpose")).unwrap();
         good.join();

@@ -143,7 +143,7 @@ fn write(pair: &mut DevicePair, address: u64, data: &'static [u8]) -> (Result<()
 }
 
 #[test]
-fn memory_is_where_the_guest_put_it() {
+fn peer_memory_is_at_bar_address() {
     let mut pair = pair();
     assert_eq!(pair.peers.list()[1].address, Some(WINDOW));
     assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
@@ -169,7 +169,7 @@ fn memory_is_where_the_guest_put_it() {
 }
 
 #[test]
-fn a_reset_takes_the_address_away() {
+fn reset_removes_bar_address() {
     let mut pair = pair();
     assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
     pair.b.0.reset().unwrap();
@@ -186,7 +186,7 @@ fn a_reset_takes_the_address_away() {
 }
 
 #[test]
-fn a_device_that_is_gone_has_no_address() {
+fn disconnected_device_has_no_address() {
     let mut pair = pair();
     assert_eq!(write(&mut pair, WINDOW, b"first "), (Ok(()), false));
     let (client, bus, server) = std::mem::replace(&mut pair.b, {
@@ -207,7 +207,7 @@ fn a_device_that_is_gone_has_no_address() {
 }
 
 #[test]
-fn a_device_that_panics_leaves_its_place() {
+fn panicked_device_has_no_address() {
     let mut pair = pair();
     assert!(pair.b.0.write(0, 0, &[0; 4]).is_err(), "the connection did not end");
     let (spare, _) = MemoryDevice::new("spare", &Peers::new());
@@ -218,7 +218,7 @@ fn a_device_that_panics_leaves_its_place() {
 }
 
 #[test]
-fn a_device_can_cut_itself_off() {
+fn device_can_disconnect_its_client() {
     let mut pair = pair();
     pair.b.1.disconnect_client();
     assert_eq!(pair.peers.list()[1].address, None);

@@ -129,7 +129,7 @@ fn config_write(client: &mut Client, offset: u64, data: &[u8]) {
 }
 
 #[test]
-fn version_comes_first_and_once() {
+fn version_must_be_first_and_only_once() {
     let (mut client, _bus, _jobs, server) = start();
     let mut data = [0; 4];
     refused(client.read(0, 0, &mut data), Errno::INVAL);
@@ -154,7 +154,7 @@ fn version_comes_first_and_once() {
 }
 
 #[test]
-fn a_version_without_capabilities_is_one() {
+fn version_without_capabilities_is_accepted() {
     let (mut client, ..) = start();
     client.request(command::VERSION, &[&[0, 0, 0, 0]], &[]).unwrap();
 }
@@ -229,7 +229,7 @@ fn device_and_interrupts_are_described() {
 }
 
 #[test]
-fn accesses_are_checked() {
+fn invalid_region_accesses_are_rejected() {
     let (mut client, ..) = started();
     client.write(0, 16, &[1, 2, 3, 4]).unwrap();
     assert_eq!(client.read32(0, 16).unwrap(), 0x0403_0201);
@@ -267,7 +267,7 @@ fn accesses_are_checked() {
 }
 
 #[test]
-fn multiple_writes_are_all_done() {
+fn multi_write_performs_all_writes() {
     let (mut client, ..) = started();
     let one = |offset: u64, region: u32, data: &[u8]| {
         let access = proto::RegionAccess {
@@ -327,7 +327,7 @@ fn no_reply_is_honoured() {
 }
 
 #[test]
-fn configuration_space_works() {
+fn config_space_is_accessible() {
     let (mut client, ..) = started();
     assert_eq!(client.read32(proto::CONFIG_REGION, 0).unwrap(), 0x0001_1234);
     config_write(&mut client, 0x10, &[0xff; 4]);
@@ -336,7 +336,7 @@ fn configuration_space_works() {
 }
 
 #[test]
-fn resets_of_both_kinds() {
+fn device_reset_and_function_level_reset() {
     let (mut client, _bus, _jobs, server) = started();
     client.write(0, 64, &[1; 4]).unwrap();
     config_write(&mut client, 4, &[6, 0]);
@@ -416,7 +416,7 @@ fn interrupts_survive_rearming() {
 }
 
 #[test]
-fn bad_interrupt_set_ups() {
+fn invalid_set_irqs_are_rejected() {
     let (mut client, ..) = started();
     let fds = events(2);
     let borrowed: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
@@ -451,7 +451,7 @@ fn bad_interrupt_set_ups() {
 }
 
 #[test]
-fn dma_by_descriptor_and_unmapping() {
+fn dma_by_descriptor_works_until_unmap() {
     let (mut client, bus, ..) = started();
     config_write(&mut client, 4, &[6, 0]);
     let ram = Memory::new("guest", 1 << 20).unwrap();
@@ -488,7 +488,7 @@ fn pump_until<T>(client: &mut Client, worker: &JoinHandle<T>) {
 }
 
 #[test]
-fn dma_by_message_is_cut_and_counted() {
+fn dma_by_message_is_split_and_counted() {
     let (mut client, bus, ..) = started();
     config_write(&mut client, 4, &[6, 0]);
     let ram = Memory::new("guest", 1 << 16).unwrap();
@@ -542,7 +542,7 @@ fn dma_by_message_is_cut_and_counted() {
 }
 
 #[test]
-fn dma_never_overtakes_the_answer_that_triggered_it() {
+fn dma_never_overtakes_the_reply_that_triggered_it() {
     let (mut client, bus, jobs, _server) = started();
     config_write(&mut client, 4, &[6, 0]);
     client.set_bus(Box::new(|_, _, _| Ok(())));
@@ -598,7 +598,7 @@ fn read_exact(client: &Client, data: &mut [u8]) {
 }
 
 #[test]
-fn a_lost_client_ends_dma() {
+fn client_disconnect_ends_dma() {
     let (mut client, bus, _jobs, server) = started();
     config_write(&mut client, 4, &[6, 0]);
     let worker = std::thread::spawn({
@@ -616,7 +616,7 @@ fn a_lost_client_ends_dma() {
 }
 
 #[test]
-fn abort_ends_dma_and_late_replies_do_no_harm() {
+fn abort_ends_dma_and_late_reply_is_ignored() {
     let (mut client, bus, ..) = started();
     config_write(&mut client, 4, &[6, 0]);
     let read = |dma: Dma| std::thread::spawn(move || dma.read(0x1000, &mut [0; 8]));
@@ -639,7 +639,7 @@ fn abort_ends_dma_and_late_replies_do_no_harm() {
 }
 
 #[test]
-fn impossible_sizes_end_the_connection_with_an_error() {
+fn invalid_message_size_ends_connection_with_error() {
     for size in [0_u32, 15, u32::MAX, proto::MAX_MESSAGE as u32 + 1] {
         let (mut client, _bus, _jobs, server) = started();
         let mut header = [0_u8; 16];
@@ -656,7 +656,7 @@ fn impossible_sizes_end_the_connection_with_an_error() {
 }
 
 #[test]
-fn a_server_that_gives_up_leaves_no_reset_behind() {
+fn close_with_unread_data_causes_no_reset() {
     // An invalid size, followed by data that the server never reads: the client sees the end of the stream, not an
     // error.
     let (mut client, _bus, _jobs, server) = started();
@@ -670,7 +670,7 @@ fn a_server_that_gives_up_leaves_no_reset_behind() {
 }
 
 #[test]
-fn a_message_cut_short_ends_the_connection() {
+fn truncated_message_ends_connection() {
     let (client, _bus, _jobs, server) = started();
     client.stream().write_all(&[0; 7]).unwrap();
     drop(client);
@@ -682,7 +682,7 @@ proptest! {
 
     /// The server replies to messages with a valid header and any body, and still works afterwards.
     #[test]
-    fn any_body_is_answered(
+    fn arbitrary_body_gets_reply(
         messages in proptest::collection::vec(
             (0_u16..20, any::<u16>(), proptest::collection::vec(any::<u8>(), 0..80), 0_usize..3), 1..20),
     ) {
@@ -703,7 +703,7 @@ proptest! {
 
     /// As above, with bodies of words that are mostly small, so that more of the checks are passed.
     #[test]
-    fn nearly_right_structures_are_answered(
+    fn nearly_valid_structures_get_reply(
         words in proptest::collection::vec(prop_oneof![0_u32..40, Just(u32::MAX), Just(4096), Just(1 << 20), any::<u32>()], 0..12),
         command in 1_u16..16,
     ) {
@@ -718,7 +718,7 @@ proptest! {
 
     /// The server ends without a panic on any sequence of bytes.
     #[test]
-    fn any_stream_comes_to_an_end(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
+    fn arbitrary_stream_causes_no_panic(bytes in proptest::collection::vec(any::<u8>(), 0..400)) {
         let (client, _bus, _jobs, server) = start();
         // Fails if the server closes the connection before all bytes are written.
         let _ = client.stream().write_all(&bytes);

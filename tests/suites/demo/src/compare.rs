@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn equal_and_nearly_equal() {
+    fn values_within_tolerance_are_equal() {
         let expected = spectrum();
         let same = compare(&expected, &expected);
         assert!(same.is_equal());
@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn one_wrong_value_is_enough() {
+    fn one_wrong_value_is_unequal() {
         let expected = spectrum();
         for wrong in [0.01, f32::NAN, f32::INFINITY] {
             let mut got = expected.clone();
@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nan_is_not_forgotten_by_later_values() {
+    fn nan_gives_infinite_error() {
         let expected = spectrum();
         let mut got = expected.clone();
         got[0].re = f32::NAN;
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_and_silence_prove_nothing() {
+    fn empty_and_zero_signals_are_unequal() {
         assert!(!compare(&[], &[]).is_equal());
         let silence = [Complex32::default(); 8];
         assert!(!compare(&silence, &silence).is_equal());

@@ -294,8 +294,8 @@ fn common<'a>(mut values: impl Iterator<Item = &'a String>) -> Option<String> {
 
 /// Returns the indexes of the sides of a row whose memory is an accelerator's.
 fn accelerators(row: &Row) -> impl Iterator<Item = usize> + '_ {
-    let words = row.name.split('-');
-    let ends = [words.clone().next(), words.last()];
+    let mut words = row.name.split('-');
+    let ends = [words.clone().next(), words.next_back()];
     (0..2).filter(move |side| ends[*side] == Some("ACC"))
 }
 

@@ -35,7 +35,7 @@ fn snapshot(host: u64, peer: u64, sent: u64, accel: u64) -> Value {
 }
 
 #[test]
-fn only_what_happened_between_counts_and_only_payload() {
+fn only_payload_between_snapshots_counts() {
     let moved = Moved::between(&snapshot(5, 7, 100, 1), &snapshot(25, 8, 350, 4)).unwrap();
     let expected = Moved {
         nics_host: 20,
@@ -129,7 +129,7 @@ fn results() -> Results {
 }
 
 #[test]
-fn a_row_is_what_was_measured() {
+fn row_has_measured_values() {
     let row = row("CPU-ACC", 1.0);
     assert_eq!((row.payload_bytes, row.host_bytes), (200 * MIB, 200 * MIB));
     assert_eq!(
@@ -140,7 +140,7 @@ fn a_row_is_what_was_measured() {
 }
 
 #[test]
-fn what_is_in_order_passes() {
+fn correct_results_pass() {
     let results = results();
     assert_eq!(check(&results), Vec::<String>::new());
     let report = Report::new(&results);
@@ -153,13 +153,13 @@ fn what_is_in_order_passes() {
 }
 
 #[test]
-fn nothing_found_out_is_not_in_order() {
+fn missing_results_fail() {
     let failures = check(&Results::default());
     assert!(failures.len() >= 9, "{failures:?}");
 }
 
 #[test]
-fn each_thing_that_is_not_in_order_is_told() {
+fn each_wrong_result_is_reported() {
     type Change = fn(&mut Results);
     let change: [(&str, Change); 23] = [
         ("not stock", |f| {

@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn all_in_order() {
+    fn correct_results_pass() {
         let report = Report::new(results());
         assert_eq!(report.failures, Vec::<String>::new());
         assert!(report.passed && report.stock_kernel && report.verified && report.dmesg_clean);
@@ -512,7 +512,7 @@ mod tests {
 
     /// For each wrong result the report must have a message.
     #[test]
-    fn nothing_wrong_goes_unnoticed() {
+    fn each_wrong_result_is_reported() {
         type Break = fn(&mut Results);
         fn job(results: &mut Results) -> &mut Job {
             results.job.as_mut().expect("the test's results have a job")
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn a_demo_that_got_nowhere_still_reports() {
+    fn missing_results_give_a_failed_report() {
         let report = Report::new(Results::default());
         assert!(!report.passed && !report.verified && !report.dmesg_clean && !report.stock_kernel);
         let json = serde_json::to_value(&report).unwrap();
@@ -598,7 +598,7 @@ mod tests {
     }
 
     #[test]
-    fn explanations_are_read() {
+    fn explanations_are_parsed() {
         let names = BTreeMap::from([("0000:03:00.0".to_owned(), "accel0".to_owned())]);
         let verdict =
             |addr: &str, code: &str| json!({ "addr": addr, "code": code, "class": "same-switch", "why": "w" });
@@ -616,7 +616,7 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_whole_or_not_there() {
+    fn report_is_written_atomically() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("reports/demo.json");
         let report = Report::new(results());
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn each_act_is_judged_where_it_was_to_be_done() {
+    fn each_act_is_checked_only_if_requested() {
         let with = |first, rdma: Option<rdma::Results>| {
             Report::new(Results {
                 first,

@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn the_seed_decides() {
+    fn samples_depend_on_seed() {
         assert_eq!(samples(7, 5000), samples(7, 5000));
         let different = samples(7, 5000)
             .iter()
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn pieces_make_the_same_signal_as_the_whole() {
+    fn generation_in_parts_equals_whole() {
         let whole = samples(1, 4096);
         let mut generator = Generator::new(1, &demo_tones(POINTS));
         let mut pieces = vec![Complex32::default(); 4096];
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn tones_are_where_they_should_be() {
+    fn spectrum_has_the_tones() {
         let mut spectrum = samples(3, POINTS);
         rustfft::FftPlanner::new()
             .plan_fft_forward(POINTS)
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn steps() {
+    fn frequency_sets_phase_step() {
         assert_eq!(Tone::new(256.0, 1024, 1.0).step, 1 << 30);
         assert_eq!(Tone::new(-256.0, 1024, 1.0).step, 3 << 30);
         assert_eq!(Tone::new(1024.0, 1024, 1.0).step, 0);

@@ -237,14 +237,14 @@ mod tests {
     }
 
     #[test]
-    fn a_stock_kernel() {
+    fn stock_kernel_has_no_objections() {
         let stock = check(&image(), &running(), "p2pmem");
         assert_eq!(stock.objections, Vec::<String>::new());
         assert_eq!(stock.build_id, "0102030405");
     }
 
     #[test]
-    fn every_link_of_the_chain_counts() {
+    fn each_mismatch_is_an_objection() {
         let broken: [(&str, Running); 6] = [
             (
                 "calls itself",
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn notes() {
+    fn build_id_is_found_in_notes() {
         let id = [7; 20];
         let all = [
             note(b"Xen\0", 18, b"PVH!"),
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn owners() {
+    fn first_owner_of_file_is_parsed() {
         assert_eq!(
             first_owner("linux-binary-7: /usr/x\n").as_deref(),
             Some("linux-binary-7")

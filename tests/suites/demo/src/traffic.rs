@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_happened_between_counts() {
+    fn only_traffic_between_snapshots_counts() {
         let before = json!({
             "nvme0": drive(json!({ "host": 4096 }), json!({ "host": 100 }), 10, 1),
             "accel0": accel(|_| 5),
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_bytes_allow_no_claim() {
+    fn unknown_bytes_are_an_error() {
         let snapshot = |read: u64, write: u64| {
             let nvme0 = drive(json!({ "unknown": read }), json!({ "unknown": write }), 1, 0);
             json!({ "nvme0": nvme0, "bridges": bridges(0, 0) })
@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_count() {
+    fn failed_commands_are_counted() {
         let before =
             json!({ "nvme0": drive(json!({}), json!({}), 0, 0), "accel0": accel(|_| 0), "bridges": bridges(0, 0) });
         let after =

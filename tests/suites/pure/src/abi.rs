@@ -39,7 +39,7 @@ fn name(variant: impl std::fmt::Debug) -> String {
 }
 
 #[test]
-fn path_classes() {
+fn path_classes_match_header() {
     let header = enumerators("P2PMEM_PATH_");
     let known: BTreeMap<String, u32> = (0..=1000)
         .filter_map(PathClass::from_raw)
@@ -54,7 +54,7 @@ fn path_classes() {
 }
 
 #[test]
-fn verdict_codes() {
+fn verdict_codes_match_header() {
     use VerdictCode as V;
     let all = [
         V::Chosen,

@@ -166,12 +166,12 @@ fn panics(body: &str) -> bool {
 }
 
 #[test]
-fn nothing_panics() {
+fn policy_code_contains_no_panic() {
     assert!(!panics(ENTRY_POINTS));
 }
 
 #[test]
-fn what_panics_is_found() {
+fn panics_are_detected() {
     assert!(panics(
         "#[inline(never)] pub fn entry_points(a: &[u32], n: usize) -> u32 { a[n] }"
     ));

@@ -97,7 +97,7 @@ fn check(tree: &Tree, a: NodeId, b: NodeId, class: PathClass, hops: u32, bus_add
 }
 
 #[test]
-fn the_kernels_table() {
+fn paths_match_kernel() {
     use PathClass::{HostBridge, NumaNode, SameDevice, SameSwitch, Switches, System};
     let m = machine([0, 1]);
     let t = &m.tree;
@@ -117,7 +117,7 @@ fn the_kernels_table() {
 }
 
 #[test]
-fn unknown_nodes_are_not_one_node() {
+fn unknown_numa_nodes_differ() {
     for nodes in [[-1, -1], [0, -1], [-1, 1]] {
         let m = machine(nodes);
         let path = classify_in(&m.tree, m.direct[0][0], m.direct[1][0]);
@@ -132,7 +132,7 @@ fn unknown_nodes_are_not_one_node() {
 }
 
 #[test]
-fn the_bridge_both_are_below() {
+fn common_bridge_is_found() {
     let m = machine([0, 1]);
     let t = &m.tree;
     let addr = |node: NodeId| t.nodes[node].addr;
@@ -158,7 +158,7 @@ fn the_bridge_both_are_below() {
 }
 
 #[test]
-fn acs_on_any_port_of_a_switch_path_sends_it_through_the_root_complex() {
+fn acs_on_any_port_routes_switch_path_through_root_complex() {
     let m = machine([0, 1]);
     let (a, b) = (m.switched[0][0], m.switched[0][1]);
     let on_the_way: Vec<NodeId> = vec![
@@ -190,7 +190,7 @@ proptest! {
 
     /// Every number of a path is the one that a search of the graph finds, for any two functions, bridges included.
     #[test]
-    fn agrees_with_a_search_of_the_graph(
+    fn paths_agree_with_graph_search(
         tree in tree(),
         picks in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 12),
     ) {
@@ -219,7 +219,7 @@ proptest! {
     /// Setting ACS redirection on a port of a path below a bridge moves the path to the root complex, and clearing all
     /// redirections moves it back. Nothing else of the path changes, except the bandwidth.
     #[test]
-    fn acs_flips_the_route(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, port: prop::sample::Index) {
+    fn acs_redirection_moves_path_to_root_complex(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, port: prop::sample::Index) {
         let mut tree = tree;
         for node in &mut tree.nodes {
             node.acs = false;
@@ -262,7 +262,7 @@ proptest! {
 
     /// A negative distance of the kernel always means unreachable.
     #[test]
-    fn the_kernel_has_the_last_word(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, distance: i32) {
+    fn negative_kernel_distance_is_unreachable(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, distance: i32) {
         let endpoints = tree.endpoints();
         let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
         let (pa, pb) = (tree.ports(a), tree.ports(b));
@@ -274,7 +274,7 @@ proptest! {
 
     /// Walks that no tree has (loops, any kinds in any order) give an answer, and an unreachable path has no route.
     #[test]
-    fn nonsense_is_survived(
+    fn arbitrary_port_chains_are_classified(
         a in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
         b in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
         distance: i32,

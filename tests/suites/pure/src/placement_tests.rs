@@ -2,6 +2,8 @@
 
 //! Placement: named cases, and properties of random providers and random machines.
 
+use std::slice;
+
 use crate::oracle::{
     Provider,
     choose, //
@@ -120,7 +122,7 @@ const NEAR: PathClass = PathClass::SameSwitch;
 const FAR: PathClass = PathClass::HostBridge;
 
 #[test]
-fn each_criterion_decides_in_its_turn() {
+fn criteria_decide_in_order() {
     let chosen = provider(9, &[path(NEAR, 4)]);
     let spoil: [(V, Worsen); 6] = [
         (V::Class, |p| p.paths[0].class = PathClass::Switches),
@@ -155,7 +157,7 @@ fn each_criterion_decides_in_its_turn() {
 }
 
 #[test]
-fn each_rule_excludes() {
+fn each_exclusion_has_its_verdict() {
     let good = provider(1, &[path(FAR, 6)]);
     let near = provider(2, &[path(NEAR, 4)]);
     let req = Request {
@@ -227,7 +229,7 @@ fn each_rule_excludes() {
 }
 
 #[test]
-fn only_lack_of_space_can_pass() {
+fn only_full_and_fragmented_are_out_of_space() {
     for (outcome, passes) in [
         (Outcome::NoProvider, false),
         (Outcome::NoSuchProvider, false),
@@ -258,7 +260,7 @@ fn only_lack_of_space_can_pass() {
 }
 
 #[test]
-fn a_buffer_is_as_near_as_its_farthest_client() {
+fn farthest_client_decides_class() {
     let lopsided = provider(1, &[path(PathClass::SameDevice, 0), path(FAR, 4)]);
     let middle = provider(2, &[path(PathClass::Switches, 6), path(PathClass::Switches, 6)]);
     let verdicts = check(
@@ -272,7 +274,7 @@ fn a_buffer_is_as_near_as_its_farthest_client() {
 }
 
 #[test]
-fn a_required_provider_is_taken_or_none() {
+fn required_provider_has_no_fallback() {
     let near = provider(1, &[path(NEAR, 4)]);
     let far = provider(2, &[path(FAR, 6)]);
     let both = [near.clone(), far.clone()];
@@ -302,7 +304,7 @@ fn a_required_provider_is_taken_or_none() {
 }
 
 #[test]
-fn a_preferred_provider_is_tried_first() {
+fn preferred_provider_is_tried_first() {
     let near = provider(1, &[path(NEAR, 4)]);
     let far = provider(2, &[path(FAR, 6)]);
     let full = Provider { free: 0, ..far.clone() };
@@ -362,7 +364,7 @@ fn a_preferred_provider_is_tried_first() {
 }
 
 #[test]
-fn the_kernels_choice_stands_or_falls_alone() {
+fn upstream_choice_has_no_fallback() {
     let near = provider(1, &[path(NEAR, 4)]);
     let far = provider(2, &[path(FAR, 6)]);
     let ask = |choice| Request {
@@ -401,7 +403,7 @@ fn the_kernels_choice_stands_or_falls_alone() {
 }
 
 #[test]
-fn unknown_figures_lose_against_known_ones() {
+fn unknown_values_rank_below_known_ones() {
     let mut unknown = provider(1, &[path(NEAR, 4)]);
     let known = provider(2, &[path(NEAR, 4)]);
     unknown.paths[0].bandwidth = 0;
@@ -454,7 +456,7 @@ fn without_clients_load_and_space_decide() {
 }
 
 #[test]
-fn alignment_counts_in_the_bar() {
+fn alignment_applies_to_bar_address() {
     let req = |align| Request { align, ..request(0) };
     let at = |start, size| Provider {
         start,
@@ -478,7 +480,7 @@ fn alignment_counts_in_the_bar() {
 }
 
 #[test]
-fn a_missing_path_is_none() {
+fn missing_path_is_unreachable() {
     let short = provider(1, &[path(NEAR, 4)]);
     let whole = provider(2, &[path(FAR, 6), path(FAR, 6)]);
     let verdicts = check(
@@ -491,7 +493,7 @@ fn a_missing_path_is_none() {
 }
 
 #[test]
-fn refusal_goes_to_the_next_best() {
+fn refusal_selects_next_best() {
     let providers = [
         provider(1, &[path(FAR, 6)]),
         provider(2, &[path(NEAR, 4)]),
@@ -514,7 +516,7 @@ fn refusal_goes_to_the_next_best() {
 }
 
 #[test]
-fn extremes() {
+fn extreme_values_do_not_overflow() {
     let everything = Provider {
         start: u64::MAX,
         size: u64::MAX,
@@ -527,10 +529,10 @@ fn extremes() {
         align: 1,
         ..request(0)
     };
-    check(&huge, &[everything.clone()], Outcome::Chosen, &[V::Chosen]);
+    check(&huge, slice::from_ref(&everything), Outcome::Chosen, &[V::Chosen]);
     check(
         &Request { align: 1 << 63, ..huge },
-        &[everything.clone()],
+        slice::from_ref(&everything),
         Outcome::TooSmall,
         &[V::TooSmall],
     );
@@ -550,7 +552,12 @@ fn extremes() {
         largest: 0,
         ..provider(2, &[])
     };
-    check(&request(0), &[nothing.clone()], Outcome::TooSmall, &[V::TooSmall]);
+    check(
+        &request(0),
+        slice::from_ref(&nothing),
+        Outcome::TooSmall,
+        &[V::TooSmall],
+    );
     check(
         &Request { size: 0, ..request(0) },
         &[nothing],
@@ -594,7 +601,7 @@ fn extremes() {
 }
 
 #[test]
-fn short_and_long_arrays_of_verdicts() {
+fn verdict_array_may_have_any_length() {
     let providers = [provider(1, &[path(FAR, 6)]), provider(2, &[path(NEAR, 4)])];
     let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
     for len in 0..4 {
@@ -968,13 +975,13 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..config(6000) })]
 
     #[test]
-    fn decisions_are_right((request, providers) in cases()) {
+    fn decisions_match_oracle((request, providers) in cases()) {
         decision_is_right(&request, &providers)?;
     }
 
     /// Equal input gives equal output. The order of the candidates changes only their indexes.
     #[test]
-    fn order_does_not_matter(
+    fn candidate_order_does_not_matter(
         (request, providers, shuffled) in cases().prop_flat_map(|(request, providers)| {
             (Just(request), Just(providers.clone()), Just(providers).prop_shuffle())
         }),
@@ -993,7 +1000,7 @@ proptest! {
     /// If only distance, space and rules that count no bytes decide, the quick decision, which reads no paths, chooses
     /// the same provider. If rules prefer a provider that is too far, the full decision may have to choose.
     #[test]
-    fn the_short_way_leads_to_the_same((request, providers) in cases()) {
+    fn quick_decision_equals_full_decision((request, providers) in cases()) {
         let size = request.size.max(1);
         let request = Request { size, named: Named::Any, strategy: Chooser::Nearest, ..request };
         let mut providers = providers;
@@ -1039,7 +1046,7 @@ proptest! {
 
     /// If one provider's hint is unknown, whichever it is, the full decision decides.
     #[test]
-    fn the_short_way_ends_at_one_that_cannot_tell((request, providers) in cases(), silent: prop::sample::Index) {
+    fn quick_decision_ends_at_unknown_hint((request, providers) in cases(), silent: prop::sample::Index) {
         if !providers.is_empty() {
             let silent = silent.index(providers.len());
             let ranking = ranking(&request, &providers);
@@ -1055,7 +1062,7 @@ proptest! {
 
     /// Removing a provider that was not chosen, or adding one that cannot serve the request, changes no choice.
     #[test]
-    fn losers_do_not_matter((request, providers) in cases(), gone: prop::sample::Index) {
+    fn rejected_providers_do_not_matter((request, providers) in cases(), gone: prop::sample::Index) {
         let chosen = |providers: &[Provider]| run(&request, providers).0.chosen.map(|at| providers[at].id);
         if !providers.is_empty() {
             let gone = gone.index(providers.len());
@@ -1069,7 +1076,7 @@ proptest! {
 
     /// Refusing every choice goes through all eligible providers once, from the best to the worst, and ends.
     #[test]
-    fn refusals_walk_through_all((request, providers) in cases()) {
+    fn refusals_visit_all_candidates_in_order((request, providers) in cases()) {
         // No provider can refuse zero bytes.
         let request = Request { size: request.size.max(1), ..request };
         let mut remaining = providers.clone();
@@ -1096,7 +1103,7 @@ proptest! {
 
     /// From the machine to the decision: any endpoints as providers, and any as clients.
     #[test]
-    fn decisions_in_random_machines_are_right(
+    fn decisions_in_random_machines_match_oracle(
         tree in tree(),
         at in vec((any::<prop::sample::Index>(), 0u64..4, 0u64..4, prop::bool::weighted(0.9)), 1..8),
         by in vec(any::<prop::sample::Index>(), 0..5),

@@ -117,7 +117,7 @@ fn ruled(rules: &[Rule], user: &User, provider: u8, clients: &[(u8, PathClass)])
 const NEAR: PathClass = PathClass::SameSwitch;
 
 #[test]
-fn names() {
+fn rule_names_are_validated() {
     for good in ["10-a", "99-Lab.GPU_users-2", "00--", "10-x.y"] {
         assert_eq!(
             RuleName::ordered(good.as_bytes())
@@ -151,7 +151,7 @@ fn names() {
 }
 
 #[test]
-fn flaws_have_their_reasons() {
+fn invalid_rules_have_reasons() {
     let deny = Rule {
         action: Some(Action::Deny),
         ..rule("10-a")
@@ -315,7 +315,7 @@ fn the_first_rule_decides_each_attribute() {
 }
 
 #[test]
-fn every_client_counts() {
+fn effects_of_all_clients_are_combined() {
     let rules = [
         Rule {
             client: DeviceMatch::At(addr(1)),
@@ -389,7 +389,7 @@ fn groups_match_their_members() {
 }
 
 #[test]
-fn rules_that_never_decide_are_found() {
+fn rules_without_effect_are_found() {
     let a = Rule {
         action: Some(Action::Allow),
         quota: Some(GIB),
@@ -456,7 +456,7 @@ fn rules_that_never_decide_are_found() {
 }
 
 #[test]
-fn reserves_are_one_for_each_beneficiary() {
+fn one_reserve_per_beneficiary() {
     let rules = [
         Rule {
             reserve: Some(1),
@@ -564,7 +564,7 @@ proptest! {
 
     /// Compared with the text of the documentation, for each pair.
     #[test]
-    fn rulings_are_right(
+    fn rule_effects_match_oracle(
         rules in vec(any_rule(), 0..80),
         uid in 0u32..3,
         groups in vec(0u32..3, 0..3),
@@ -601,7 +601,7 @@ proptest! {
     /// With rules of its own a file gets no provider that it would not get without them, if that were the only
     /// provider. It gets no provider that the administrator avoids if there is another one.
     #[test]
-    fn own_rules_never_widen(
+    fn file_rules_never_widen_access(
         rules in vec(any_rule(), 0..6),
         own in vec(own_rule(), 0..6),
         uid in 0u32..3,

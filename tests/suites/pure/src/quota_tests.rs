@@ -134,7 +134,7 @@ fn user(uid: u32, groups: &[u32]) -> User {
 }
 
 #[test]
-fn a_quota_is_each_users_own() {
+fn quota_is_per_user() {
     let rules = [Rule {
         quota: Some(2 * MIB),
         ..rule(7, "50-everybody")
@@ -164,7 +164,7 @@ fn a_quota_is_each_users_own() {
 }
 
 #[test]
-fn a_group_shares_and_the_first_rule_counts() {
+fn group_quota_is_shared_and_first_rule_applies() {
     let rules = [
         Rule {
             uid: Users::NOBODY.and(1, 1),
@@ -206,7 +206,7 @@ fn a_group_shares_and_the_first_rule_counts() {
 }
 
 #[test]
-fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
+fn reserve_is_kept_for_its_group() {
     let rules = [Rule {
         gid: Some(50),
         reserve: Some(4 * MIB),
@@ -249,7 +249,7 @@ fn a_reserve_is_kept_for_its_group_and_used_up_by_it() {
 }
 
 #[test]
-fn the_kernels_reserve_counts_what_it_has() {
+fn kernel_reserve_counts_kernel_use() {
     let rules = [Rule {
         reserve: Some(4 * MIB),
         reserve_for: Some(Beneficiary::Kernel),
@@ -270,7 +270,7 @@ fn the_kernels_reserve_counts_what_it_has() {
 }
 
 #[test]
-fn a_files_own_quota_counts_the_file() {
+fn file_quota_counts_per_file() {
     let own = [Rule {
         quota: Some(MIB),
         ..rule(0, "mine")
@@ -410,7 +410,7 @@ proptest! {
     #![proptest_config(config(512))]
 
     #[test]
-    fn the_numbers_are_those_of_the_live_buffers(
+    fn counts_match_live_buffers(
         first in any_rules(),
         groups in vec(vec(0u32..3, 0..3), 4),
         steps in vec(any_step(), 1..60),

@@ -20,7 +20,7 @@ fn list(pages: &[(u64, u64)]) -> Vec<Range> {
 
 proptest! {
     #[test]
-    fn a_list_is_fine_where_no_page_is_counted_twice(
+    fn list_is_valid_if_no_page_repeats(
         pages in prop::collection::vec((0_u64..20, 0_u64..6), 0..8),
         size in 0_u64..20,
     ) {
@@ -42,7 +42,7 @@ proptest! {
     }
 
     #[test]
-    fn numbers_of_any_size_have_an_answer(
+    fn arbitrary_values_do_not_overflow(
         ranges in prop::collection::vec((any::<u64>(), any::<u64>()), 0..6),
         size: u64,
         aligned: bool,
@@ -58,7 +58,7 @@ proptest! {
     }
 
     #[test]
-    fn a_join_has_the_bytes_of_both(a: (u64, u64), b: (u64, u64)) {
+    fn join_has_bytes_of_both_ranges(a: (u64, u64), b: (u64, u64)) {
         let range = |(offset, size)| Range { offset, size };
         let touching = (a.0.wrapping_add(a.1), b.1);
         for next in [b, touching] {

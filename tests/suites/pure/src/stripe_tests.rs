@@ -25,7 +25,7 @@ proptest! {
     #![proptest_config(config(2000))]
 
     #[test]
-    fn several_are_chosen_one_after_the_other((request, providers) in cases(), wanted in 1usize..6, shun: bool) {
+    fn several_picks_equal_repeated_decisions((request, providers) in cases(), wanted in 1usize..6, shun: bool) {
         let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
         let mut verdicts = vec![Verdict::EMPTY; providers.len()];
         let mut picks = vec![usize::MAX; wanted];
@@ -57,7 +57,7 @@ proptest! {
     }
 
     #[test]
-    fn one_of_several_is_the_one((request, providers) in cases()) {
+    fn single_pick_equals_decision((request, providers) in cases()) {
         let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
         let (mut one, mut verdicts) = ([0], vec![Verdict::EMPTY; providers.len()]);
         let (found, outcome) = decide_several(&request, &candidates, false, &mut one, &mut verdicts);
@@ -68,7 +68,7 @@ proptest! {
     }
 
     #[test]
-    fn a_division_covers_all_of_it(pages in 1u64..5000, parts in 1usize..17, order in 0u32..12) {
+    fn split_covers_whole_size(pages in 1u64..5000, parts in 1usize..17, order in 0u32..12) {
         const PAGE: u64 = 4096;
         let align = PAGE << order;
         let size = pages * PAGE;

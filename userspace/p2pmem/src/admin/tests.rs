@@ -147,7 +147,7 @@ impl Machine {
 }
 
 #[test]
-fn publishing_and_back() {
+fn publish_and_unpublish() {
     let machine = Machine::new(None, None);
     let publish = Publish {
         bar: Some(2),
@@ -193,7 +193,7 @@ fn publishing_and_back() {
 }
 
 #[test]
-fn memory_that_is_held_is_waited_for() {
+fn unpublish_waits_for_held_memory() {
     let machine = Machine::new(None, None);
     machine.admin.publish(&Publish::new(ADDR)).unwrap();
     machine.log();
@@ -211,7 +211,7 @@ fn memory_that_is_held_is_waited_for() {
 }
 
 #[test]
-fn another_driver_s_device_is_left_alone_unless_forced() {
+fn bound_device_needs_force() {
     let machine = Machine::new(Some("xdma"), None);
     let publish = Publish::new(ADDR);
     let error = machine.admin.publish(&publish).unwrap_err();
@@ -237,7 +237,7 @@ fn another_driver_s_device_is_left_alone_unless_forced() {
 }
 
 #[test]
-fn a_refused_setting_is_explained_and_all_is_undone() {
+fn refused_setting_is_explained_and_undone() {
     let refuse = Some(("enable", "BAR 2 has no prefetchable memory", libc::EINVAL));
     let machine = Machine::new(Some("xdma"), refuse);
     let error = machine
@@ -271,7 +271,7 @@ fn a_refused_setting_is_explained_and_all_is_undone() {
 }
 
 #[test]
-fn every_step_that_fails_leaves_the_device_as_it_was() {
+fn any_failed_step_restores_the_device() {
     for driver in [None, Some("xdma"), Some("p2pmem")] {
         for file in ["driver_override", "unbind", "drivers_probe", "bar", "offset", "enable"] {
             let machine = Machine::new(driver, Some((file, "", libc::EIO)));
@@ -300,7 +300,7 @@ fn every_step_that_fails_leaves_the_device_as_it_was() {
 }
 
 #[test]
-fn missing_things_are_named() {
+fn missing_prerequisites_are_named() {
     let machine = Machine::new(None, None);
     let absent = PciAddr { bus: 9, ..ADDR };
     let error = machine.admin.publish(&Publish::new(absent)).unwrap_err();

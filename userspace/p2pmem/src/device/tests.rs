@@ -10,7 +10,7 @@ fn client(text: &str) -> Client {
 }
 
 #[test]
-fn everything_can_be_asked() {
+fn queries_return_module_state() {
     let device = Fake::example().device();
     let info = device.info().unwrap();
     assert_eq!((info.abi_version, info.providers), (abi::P2PMEM_ABI_VERSION, 3));
@@ -21,7 +21,7 @@ fn everything_can_be_asked() {
 }
 
 #[test]
-fn answers_larger_than_the_first_guess_are_read_whole() {
+fn lists_larger_than_first_buffer_are_read_completely() {
     let mut fake = Fake::new();
     for n in 0..100 {
         fake = fake.provider(
@@ -55,7 +55,7 @@ fn answers_larger_than_the_first_guess_are_read_whole() {
 }
 
 #[test]
-fn the_nearest_provider_is_taken_and_explained() {
+fn nearest_provider_is_chosen_and_explained() {
     let device = Fake::example().device();
     let request = Request::new(16 << 20).near([client("0000:04:00.0")]);
     let dry = device.explain(&request).unwrap();
@@ -85,7 +85,7 @@ fn a_refusal_carries_errno_reason_and_remedy() {
 }
 
 #[test]
-fn a_reason_is_not_taken_for_another_call_s() {
+fn reason_of_earlier_call_is_not_reported() {
     let fake = Fake::example();
     let device = fake.device();
     device.stats(Some(99)).unwrap_err();
@@ -94,7 +94,7 @@ fn a_reason_is_not_taken_for_another_call_s() {
 }
 
 #[test]
-fn impossible_requests_never_reach_the_module() {
+fn invalid_requests_fail_before_the_ioctl() {
     let device = Fake::example().device();
     let many = (0..65).map(|n| PciAddr {
         domain: 0,
@@ -118,7 +118,7 @@ fn impossible_requests_never_reach_the_module() {
 }
 
 #[test]
-fn other_files_are_refused() {
+fn files_other_than_the_device_are_refused() {
     assert!(matches!(
         Device::open_path("/nonexistent/p2pmem"),
         Err(Error::Open { .. })
@@ -138,7 +138,7 @@ fn other_files_are_refused() {
 }
 
 #[test]
-fn it_can_be_shared_among_threads() {
+fn device_can_be_shared_among_threads() {
     fn check<T: Send + Sync>() {}
     check::<Device>();
     check::<Buffer>();

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn texts_name_errno_and_reason() {
+fn messages_name_errno_and_reason() {
     let error = Error::Refused {
         operation: Operation::Alloc,
         errno: libc::ENOSPC,
@@ -19,7 +19,7 @@ fn texts_name_errno_and_reason() {
 }
 
 #[test]
-fn a_missing_device_says_load_the_module() {
+fn missing_device_suggests_loading_the_module() {
     let error = Error::Open {
         path: "/dev/p2pmem".into(),
         error: io::Error::from_raw_os_error(libc::ENOENT),
@@ -32,7 +32,7 @@ fn a_missing_device_says_load_the_module() {
 }
 
 #[test]
-fn no_text_is_said_twice() {
+fn message_does_not_repeat_its_source() {
     let error = || io::Error::from_raw_os_error(libc::EACCES);
     let all = [
         Error::Open {
@@ -60,7 +60,7 @@ fn no_text_is_said_twice() {
 }
 
 #[test]
-fn kinds_tell_errors_of_one_errno_apart() {
+fn kinds_distinguish_errors_of_one_errno() {
     let refused = |operation, errno| Error::Refused {
         operation,
         errno,

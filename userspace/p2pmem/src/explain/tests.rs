@@ -15,7 +15,7 @@ fn raw(provider: u32, code: u32) -> abi::p2pmem_verdict {
 }
 
 #[test]
-fn sentences_name_the_rule_that_decided() {
+fn messages_name_the_deciding_rule() {
     let mut rule = [0; abi::P2PMEM_RULE_NAME as usize];
     for (to, from) in rule.iter_mut().zip(b"20-lab") {
         *to = *from as std::ffi::c_char;
@@ -60,7 +60,7 @@ fn sentences_name_the_rule_that_decided() {
 }
 
 #[test]
-fn sentences_carry_the_numbers_that_decided() {
+fn messages_have_the_deciding_numbers() {
     let chosen = abi::p2pmem_verdict {
         class: abi::P2PMEM_PATH_SAME_SWITCH,
         hops: 4,
@@ -182,7 +182,7 @@ fn sentences_carry_the_numbers_that_decided() {
 }
 
 #[test]
-fn a_refusal_leads_with_its_reason_and_unknown_clients_are_numbered() {
+fn refusal_starts_with_reason_and_unknown_clients_are_numbered() {
     let explain = abi::p2pmem_explain {
         error: libc::ENODEV as u32,
         ..Default::default()

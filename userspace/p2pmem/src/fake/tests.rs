@@ -4,7 +4,7 @@ use super::*;
 use crate::{Request, VerdictCode};
 
 #[test]
-fn every_verdict_it_knows_is_given_for_its_reason() {
+fn each_verdict_is_given_for_its_reason() {
     let at = |bus| PciAddr {
         domain: 0,
         bus,
@@ -77,7 +77,7 @@ fn freed_memory_is_cleared() {
 }
 
 #[test]
-fn closing_frees() {
+fn close_frees_buffers() {
     let fake = Fake::example();
     let buffer = fake.device().alloc(&Request::new(4096)).unwrap();
     std::mem::forget(buffer.map().unwrap());

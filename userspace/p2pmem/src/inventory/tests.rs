@@ -115,7 +115,7 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
 }
 
 #[test]
-fn a_bound_device_is_taken_from_its_driver() {
+fn bound_device_needs_force() {
     let machine = Machine::new("7.2.12-amd64");
     machine.put("sys/module/p2pmem/version", "0.1.0");
     machine.device("0000:03:00.0", "0x058000", "fpga", &bar2(1 << 20, MEMORY));
@@ -127,7 +127,7 @@ fn a_bound_device_is_taken_from_its_driver() {
 }
 
 #[test]
-fn vfio_needs_a_kernel_and_an_iommu() {
+fn vfio_needs_linux_6_19_and_an_iommu() {
     let old = Machine::new("6.18.44");
     old.device("0000:03:00.0", "0x120000", "vfio-pci", &bar2(1 << 30, MEMORY));
     assert_eq!(
@@ -155,7 +155,7 @@ fn vfio_needs_a_kernel_and_an_iommu() {
 }
 
 #[test]
-fn memory_that_a_driver_published_is_adopted_or_mapped_by_sysfs() {
+fn memory_published_by_driver_is_adopted_or_mapped_by_sysfs() {
     let machine = Machine::new("6.1.0");
     let folder = machine.device("0000:04:00.0", "0x010802", "nvme", &bar2(16 << 20, IORESOURCE_MEM));
     assert!(
@@ -184,7 +184,7 @@ fn memory_that_a_driver_published_is_adopted_or_mapped_by_sysfs() {
 }
 
 #[test]
-fn memory_of_a_vendor_s_driver_is_the_vendor_s() {
+fn memory_of_vendor_driver_uses_the_driver_backend() {
     let machine = Machine::new("7.2.12-amd64");
     machine.device("0000:05:00.0", "0x030200", "nvidia", &bar2(64 << 30, MEMORY));
     assert_eq!(
@@ -200,7 +200,7 @@ fn memory_of_a_vendor_s_driver_is_the_vendor_s() {
 }
 
 #[test]
-fn registers_of_a_nic_are_no_memory_and_its_dma_buf_support_is_known() {
+fn nic_has_no_memory_and_known_dma_buf_support() {
     let machine = Machine::new("7.2.12-amd64");
     let folder = machine.device("0000:06:00.0", "0x020700", "mlx5_core", &bar2(32 << 20, MEMORY));
     machine.put(&format!("{folder}/infiniband/mlx5_0/node_type"), "1: CA");
@@ -211,7 +211,7 @@ fn registers_of_a_nic_are_no_memory_and_its_dma_buf_support_is_known() {
 }
 
 #[test]
-fn what_sysfs_garbles_is_left_out() {
+fn malformed_sysfs_values_are_ignored() {
     let machine = Machine::new("");
     for (n, resource) in [
         "",

@@ -37,7 +37,7 @@ pub struct Pool {
     pub size: u64,
     /// Bytes that are free.
     pub available: u64,
-    /// Whether the kernel's own users, such as nvmet, find the memory.
+    /// Whether other drivers, such as nvmet, can allocate from the kernel's pool.
     pub published: bool,
 }
 

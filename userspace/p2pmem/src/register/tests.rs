@@ -11,7 +11,7 @@ fn fixture() -> (Fake, Device, FakeNic) {
 }
 
 #[test]
-fn addresses_are_the_mapping_s_where_there_is_one() {
+fn registration_has_mapping_address_if_mapped() {
     let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(1 << 20)).unwrap();
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
@@ -64,7 +64,7 @@ fn a_registration_ends_once_and_may_outlive_its_buffer_and_device() {
 }
 
 #[test]
-fn an_end_that_fails_is_told() {
+fn failed_deregistration_returns_error() {
     let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(4096)).unwrap();
     let registration = buffer.register(&nic.pd(), Access::LOCAL_READ).unwrap();
@@ -123,7 +123,7 @@ fn a_failure_names_buffer_nic_method_errno_and_remedy() {
 }
 
 #[test]
-fn impossible_registrations_never_reach_the_nic() {
+fn invalid_registrations_fail_before_the_nic() {
     let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(8192)).unwrap();
     let what = RegisterOptions::new(Access::ALL);
@@ -148,7 +148,7 @@ fn impossible_registrations_never_reach_the_nic() {
 }
 
 #[test]
-fn the_method_of_addresses_is_taken_where_it_is_asked_for() {
+fn peer_memory_method_is_used_if_requested() {
     let (_fake, device, nic) = fixture();
     let buffer = device.alloc(&Request::new(8192)).unwrap();
     let memory = buffer.map().unwrap();

@@ -60,7 +60,7 @@ fn names(rules: &Rules) -> Vec<String> {
 }
 
 #[test]
-fn what_is_added_is_listed() {
+fn added_rules_are_listed() {
     let (_root, rules) = rules();
     let full = Rule {
         provider: Some("0000:03:00.0".into()),
@@ -108,7 +108,7 @@ fn users_are_numbers_and_ranges() {
 }
 
 #[test]
-fn what_is_refused_leaves_nothing() {
+fn refused_rules_are_not_added() {
     let (_root, rules) = rules();
     let error = rules.add(&Rule::new("10-empty")).unwrap_err();
     assert!(error.to_string().contains("the rule says nothing"), "{error}");
@@ -121,7 +121,7 @@ fn what_is_refused_leaves_nothing() {
 }
 
 #[test]
-fn all_is_loaded_or_nothing() {
+fn load_is_all_or_nothing() {
     let (_root, rules) = rules();
     rules.add(&deny("10-a")).unwrap();
     rules.add(&deny("20-b")).unwrap();
@@ -148,7 +148,7 @@ fn all_is_loaded_or_nothing() {
 }
 
 #[test]
-fn a_long_name_has_a_stand_in_too() {
+fn rule_with_longest_name_is_replaced() {
     let (_root, rules) = rules();
     let long = format!("10-{}", "x".repeat(28));
     rules.add(&deny(&long)).unwrap();
@@ -157,13 +157,13 @@ fn a_long_name_has_a_stand_in_too() {
         ..deny(&long)
     };
     rules.replace(&other).unwrap();
-    assert_eq!(names(&rules), [long.clone()]);
+    assert_eq!(names(&rules), std::slice::from_ref(&long));
     assert!(rules.replace(&Rule::new(&long)).is_err());
     assert_eq!(rules.get(&long).unwrap().rule, other);
 }
 
 #[test]
-fn without_the_module_it_says_so() {
+fn missing_module_is_reported() {
     let root = tempfile::tempdir().unwrap();
     let error = Rules::with_root(root.path()).list().unwrap_err();
     assert!(

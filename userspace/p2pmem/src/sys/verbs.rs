@@ -461,7 +461,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_library_has_what_is_needed_where_it_is_installed() {
+    fn installed_libibverbs_has_the_needed_functions() {
         match Library::load() {
             Ok(library) => {
                 let again = Library::load().unwrap();

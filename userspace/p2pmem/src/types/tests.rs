@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn classes_survive_a_round_trip_and_are_ordered_as_the_abi_orders_them() {
+fn classes_round_trip_and_keep_abi_order() {
     for class in PathClass::ALL {
         assert_eq!(PathClass::from_raw(class.to_raw()), Some(class));
     }
@@ -20,7 +20,7 @@ fn classes_survive_a_round_trip_and_are_ordered_as_the_abi_orders_them() {
 }
 
 #[test]
-fn sizes_read_well() {
+fn sizes_are_formatted_with_units() {
     let sizes = [
         (0, "0 bytes"),
         (1, "1 bytes"),
@@ -45,7 +45,7 @@ fn module(abi_version: u32, abi_compatible: u32, features: u64) -> Info {
 }
 
 #[test]
-fn a_module_works_with_programs_down_to_the_version_that_it_names() {
+fn compatible_abi_versions_are_accepted() {
     let (version, compatible) = (abi::P2PMEM_ABI_VERSION, abi::P2PMEM_ABI_COMPATIBLE);
     for (abi_version, abi_compatible, works) in [
         (version, compatible, true),
@@ -66,7 +66,7 @@ fn a_module_works_with_programs_down_to_the_version_that_it_names() {
 }
 
 #[test]
-fn features_that_a_module_lacks_have_names() {
+fn missing_features_are_named() {
     let all = [
         (abi::P2PMEM_FEATURE_DMABUF, "dma-buf export"),
         (abi::P2PMEM_FEATURE_RULES, "rules"),
@@ -87,7 +87,7 @@ fn features_that_a_module_lacks_have_names() {
 }
 
 #[test]
-fn unknown_values_of_a_provider_are_kept_apart() {
+fn unknown_provider_values_are_unknown_or_none() {
     let mut raw = abi::p2pmem_provider {
         id: 3,
         kind: 99,

@@ -30,11 +30,11 @@ pub(super) const CASES: &[Case] = &[
         run: configfs_users,
     },
     Case {
-        name: "offsets-once",
+        name: "mmap-offsets-unique",
         about: "no mmap offset is used twice, on any file",
         topology: "small",
         ruins: false,
-        run: offsets_once,
+        run: mmap_offsets_unique,
     },
     Case {
         name: "quota-fork",
@@ -102,7 +102,7 @@ fn configfs_users(bed: &mut Bed) -> Result<()> {
     expect("ALLOC with a rule that denies", alloc(file.as_fd(), 4096), libc::EACCES)
 }
 
-fn offsets_once(bed: &mut Bed) -> Result<()> {
+fn mmap_offsets_unique(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
     let files = [open()?, open()?];
     let mut used: BTreeMap<u64, u64> = BTreeMap::new();

@@ -372,7 +372,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
     let fd = file.as_fd();
     let a = alloc(fd, MIB).map_err(errno)?;
     let page = 4 * KIB;
-    let top = u64::MAX & !0xfff;
+    let top = !0xfff_u64;
     let mut too_many: Vec<_> = (0..64).map(|n| (n * page, page)).collect();
     too_many.push((65 * page, page));
     /// Ranges, the errno that the export fails with, and words of the message.
@@ -545,7 +545,7 @@ pub(super) fn mapped(bed: &mut Bed) -> Result<()> {
         &[(start + 1, page)],
         &[(start, page - 1)],
         &[(start, 0)],
-        &[(u64::MAX & !0xfff, 2 * page)],
+        &[(!0xfff, 2 * page)],
     ] {
         expect(&format!("{list:x?}"), by_address(list), libc::EINVAL)?;
     }

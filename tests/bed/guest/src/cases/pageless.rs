@@ -57,7 +57,7 @@ pub(super) const CASES: &[Case] = &[
                 &[
                     dmabuf_end::revoke,
                     dmabuf_end::hold,
-                    dmabuf_end::two_ends,
+                    dmabuf_end::disable_and_unbind,
                     dmabuf_end::race,
                 ],
             )

@@ -67,11 +67,11 @@ pub(super) const CASES: &[Case] = &[
         run: quota_changes,
     },
     Case {
-        name: "quota-every-end",
+        name: "quota-uncharge",
         about: "however a buffer ends, what it counted is given back, once",
         topology: "demo",
         ruins: false,
-        run: every_end,
+        run: uncharge,
     },
     Case {
         name: "quota-kills",
@@ -667,7 +667,7 @@ pub(super) fn counted(rule: &AdminRule) -> Result<u64> {
     }
 }
 
-fn every_end(bed: &mut Bed) -> Result<()> {
+fn uncharge(bed: &mut Bed) -> Result<()> {
     let rule = AdminRule::new("50-count", &[("quota", "64M")])?;
     let gone = |what: &str| -> Result<()> {
         super::inflight::until(what, || Ok(counted(&rule)? == 0)).with_context(|| rule.get("usage").unwrap_or_default())

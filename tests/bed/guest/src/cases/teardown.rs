@@ -55,11 +55,11 @@ pub(super) const CASES: &[Case] = &[
         run: clear_in_fault,
     },
     Case {
-        name: "clear-what-is-needed",
+        name: "clear-only-needed",
         about: "a small allocation on a provider whose memory waits to be cleared does not wait for all of it",
         topology: "removal",
         ruins: false,
-        run: clear_what_is_needed,
+        run: clear_only_needed,
     },
     Case {
         name: "clear-beside-alloc",
@@ -495,7 +495,7 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     Ok(())
 }
 
-fn clear_what_is_needed(bed: &mut Bed) -> Result<()> {
+fn clear_only_needed(bed: &mut Bed) -> Result<()> {
     let accel = bed.provider("accel0")?;
     let file = open()?;
     let fd = file.as_fd();

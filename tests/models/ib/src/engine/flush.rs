@@ -33,7 +33,7 @@ impl Qp {
                     Fetched::Work(work) => work,
                     Fetched::Bad { id, .. } => ReceiveWork {
                         id,
-                        pieces: Default::default(),
+                        sges: Default::default(),
                         left: 0,
                     },
                     Fetched::Empty | Fetched::Broken => break,

@@ -67,7 +67,7 @@ mod tests {
     }
 
     #[test]
-    fn a_buffer_in_use_is_not_handed_out_again() {
+    fn buffer_in_use_is_not_reused() {
         let mut pool = Pool::default();
         let first = get(&mut pool, CHUNK);
         let second = get(&mut pool, CHUNK);
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn small_buffers_have_the_length_asked_for() {
+    fn small_buffers_have_the_requested_length() {
         let mut pool = Pool::default();
         assert_eq!(get(&mut pool, 5).len(), 5);
         assert_eq!(get(&mut pool, 0).len(), 0);

@@ -9,7 +9,7 @@ use super::qp::Qp;
 use super::scatter_gather::parts;
 use crate::attributes::{ReceiveFrom, Service};
 use crate::host::{Access, Event, Fault, Fetched, Rights};
-use crate::work::{Completion, Queue, ReceiveWork, Received, Status, UdSource};
+use crate::work::{Completion, MAX_MESSAGE, Queue, ReceiveWork, Received, Status, UdSource};
 
 /// A shared receive queue.
 #[derive(Debug)]
@@ -31,29 +31,24 @@ pub(super) struct Receive {
 }
 
 impl Receive {
-    /// Returns the length of the scatter list in bytes.
+    /// Returns the length of the longest message that the receive has space for.
     pub(super) fn capacity(&self) -> u64 {
-        let capacity = self
-            .work
-            .pieces
-            .iter()
-            .map(|piece| u64::from(piece.length))
-            .sum::<u64>();
-        capacity.min(u32::MAX.into())
+        let capacity = self.work.sges.iter().map(|sge| u64::from(sge.length)).sum::<u64>();
+        capacity.min(MAX_MESSAGE.into())
     }
 
     /// Writes `bytes` to the scatter list from `offset` on.
     pub(super) fn scatter(&self, cx: &mut Context<'_>, qpn: u32, offset: u64, bytes: &[u8]) -> Result<(), Fault> {
-        parts(&self.work.pieces, offset, bytes.len()).try_for_each(|(piece, at)| {
+        parts(&self.work.sges, offset, bytes.len()).try_for_each(|(sge, at)| {
             let access = Access {
-                key: piece.key,
-                address: piece.address,
-                length: piece.length.into(),
+                key: sge.key,
+                address: sge.address,
+                length: sge.length.into(),
                 rights: Rights::LocalWrite,
                 pd: self.pd,
                 qpn,
             };
-            cx.host.write(&access, &bytes[at..at + piece.length as usize])
+            cx.host.write(&access, &bytes[at..at + sge.length as usize])
         })
     }
 }
@@ -101,7 +96,7 @@ impl Qp {
                 debug!(qpn = self.number, id, ?status, "invalid receive work request");
                 let work = ReceiveWork {
                     id,
-                    pieces: Default::default(),
+                    sges: Default::default(),
                     left: 0,
                 };
                 self.complete_receive(cx, &receive(work), status, Received::Send, false, None);

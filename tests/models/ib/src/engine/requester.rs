@@ -29,8 +29,9 @@ const WINDOW_PACKETS: usize = 1024;
 const WINDOW_BYTES: usize = 1 << 20;
 /// Number of started and not completed work requests at which the send window is full.
 const WINDOW_WORKS: usize = 1024;
-/// Number of packet sequence numbers in use at which the send window is full; less than half of the PSN range.
-const WINDOW_PSN: i32 = 1 << 22;
+/// Largest number of PSNs that several work requests may have outstanding. A request that is alone may have more: up to
+/// [`psn::MAX_OUTSTANDING`], which the longest message needs with the smallest MTU.
+const WINDOW_PSN: u32 = 1 << 22;
 /// Most packets that one step sends.
 const PACKET_BUDGET: usize = 256;
 /// Payload bytes after which one step sends no further packet.
@@ -179,6 +180,16 @@ impl Requester {
             .count()
     }
 
+    /// Returns whether a work request of `count` packets may start: its PSNs and the outstanding ones fit the window.
+    /// With more than half of all PSNs outstanding, [`psn::diff`] would have the wrong sign.
+    fn has_psns(&self, count: u32) -> bool {
+        match psn::count(self.unacknowledged, self.next) {
+            _ if count == 0 => true,
+            0 => count <= psn::MAX_OUTSTANDING,
+            outstanding => outstanding + count <= WINDOW_PSN,
+        }
+    }
+
     fn push(&mut self, packet: Packet, last: u32) {
         self.unacked_bytes += packet.payload.len();
         self.unacked.push_back(Unacked {
@@ -252,7 +263,6 @@ impl Qp {
         requester.unacked.len() >= WINDOW_PACKETS
             || requester.unacked_bytes >= WINDOW_BYTES
             || requester.works.len() >= WINDOW_WORKS
-            || psn::diff(requester.next, requester.unacknowledged) >= WINDOW_PSN
     }
 
     /// Sends or retransmits the packets in `unacked` from `cursor` on.

@@ -22,14 +22,12 @@ use crate::fabric::BusyGuard;
 use crate::host::{Access, Event, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{Received, Status};
+use crate::work::{MAX_MESSAGE, Received, Status};
 use message::{Message, Target};
 use rd_atomic::ActiveRead;
 
 /// Most packets of the backlog that one step handles.
 const PACKET_BUDGET: usize = 256;
-/// Longest message.
-const MAX_MESSAGE: u32 = 1 << 31;
 
 /// The reason for which a request fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,8 +243,7 @@ impl Qp {
         match (packet.opcode & operation::MASK, packet.extended) {
             (operation::READ_REQUEST, Extended::Reth(reth)) => {
                 let count = psn::packets(reth.length, self.mtu.bytes());
-                let end = packet.psn.wrapping_add(count);
-                if count > psn::MASK / 2 || psn::diff(end & psn::MASK, self.responder.expected) > 0 {
+                if reth.length > MAX_MESSAGE || !psn::is_repeated(packet.psn, count, self.responder.expected) {
                     // The range was never requested before: not a duplicate.
                     return Disposition::Consumed;
                 }

@@ -258,8 +258,8 @@ impl Qp {
         if let Some((offset, slice)) = &unwritten {
             let bytes = slice.bytes();
             let written = page_wait.access(cx, qpn, |cx| {
-                parts(&work.pieces, (*offset).into(), bytes.len()).try_for_each(|(piece, at)| {
-                    let Sge { key, address, length } = piece;
+                parts(&work.sges, (*offset).into(), bytes.len()).try_for_each(|(sge, at)| {
+                    let Sge { key, address, length } = sge;
                     let access = Access {
                         key,
                         address,

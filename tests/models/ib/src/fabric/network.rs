@@ -246,7 +246,7 @@ impl Network {
         let ends = (self.switch(a)?, self.switch(b)?);
         let number = self
             .find_link(ends)
-            .ok_or_else(|| TopologyError::Unconnected(a.to_owned(), b.to_owned()))?;
+            .ok_or_else(|| TopologyError::NotLinked(a.to_owned(), b.to_owned()))?;
         let mut counters = LinkCounters::default();
         if let Some(link) = self.links.get_mut(&number) {
             change(&mut LinkChange(link));

@@ -32,7 +32,7 @@ fn writes_of_every_length_arrive_byte_for_byte() {
 }
 
 #[test]
-fn data_of_many_packets_is_written_in_few_pieces() {
+fn packets_are_combined_into_few_writes() {
     let mut sim = Simulation::new(2, 1 << 20);
     sim.pair(Service::Rc, Connection::default());
     sim.post(0, 2, write(1, 0, 1 << 19, 1 << 19));
@@ -54,19 +54,15 @@ fn messages_are_scattered_and_gathered() {
     );
     let data = sim.fill(0, 0, 3000, 1);
     let mut work = send(5, 0, 0);
-    let piece = |address, length| Sge {
+    let sge = |address, length| Sge {
         key: ALL_KEY,
         address,
         length,
     };
-    work.payload = Payload::Memory(smallvec![piece(0, 1), piece(1, 999), piece(1000, 0), piece(1000, 2000)]);
+    work.payload = Payload::Memory(smallvec![sge(0, 1), sge(1, 999), sge(1000, 0), sge(1000, 2000)]);
     sim.post(0, 2, work);
-    let pieces = smallvec![piece(10_000, 700), piece(20_000, 1), piece(30_000, 5000)];
-    let receive = ReceiveWork {
-        id: 77,
-        pieces,
-        left: 0,
-    };
+    let sges = smallvec![sge(10_000, 700), sge(20_000, 1), sge(30_000, 5000)];
+    let receive = ReceiveWork { id: 77, sges, left: 0 };
     sim.nodes[1]
         .host
         .receives
@@ -82,7 +78,7 @@ fn messages_are_scattered_and_gathered() {
 }
 
 #[test]
-fn data_in_the_request_and_data_in_memory_are_put_together() {
+fn inline_and_memory_segments_are_gathered() {
     for service in [Service::Rc, Service::Uc] {
         let mut sim = Simulation::new(2, 1 << 20);
         sim.pair(service, Connection::default());
@@ -178,7 +174,7 @@ fn immediate_data_inline_data_and_solicited_events_arrive() {
 }
 
 #[test]
-fn reads_bring_bytes_and_atomics_bring_what_was_there() {
+fn reads_return_data_and_atomics_return_old_value() {
     let mut sim = Simulation::new(2, 1 << 20);
     sim.pair(Service::Rc, Connection::default());
     let data = sim.fill(1, 0, 300_001, 9);
@@ -239,7 +235,7 @@ fn reads_bring_bytes_and_atomics_bring_what_was_there() {
 }
 
 #[test]
-fn a_message_can_invalidate_a_key() {
+fn send_with_invalidate_removes_key() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.pair(Service::Rc, Connection::default());
     let key = sim.nodes[1].host.keys[&ALL_KEY];
@@ -290,7 +286,7 @@ fn local_work_is_done_in_order() {
 }
 
 #[test]
-fn a_fence_waits_for_reads_and_their_number_is_bounded() {
+fn fence_waits_for_reads_and_outstanding_reads_are_limited() {
     let mut sim = Simulation::new(2, 1 << 18);
     sim.pair(
         Service::Rc,
@@ -316,7 +312,7 @@ fn a_fence_waits_for_reads_and_their_number_is_bounded() {
 }
 
 #[test]
-fn a_connection_with_itself_works() {
+fn loopback_connection_works() {
     let mut sim = Simulation::new(1, 1 << 18);
     sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
     sim.bring_up(0, 2, 0, 2, Connection::default());
@@ -329,7 +325,7 @@ fn a_connection_with_itself_works() {
 }
 
 #[test]
-fn the_send_queue_drains_and_goes_on() {
+fn send_queue_drains_and_resumes() {
     let mut sim = Simulation::new(2, 1 << 20);
     sim.pair(Service::Rc, Connection::default());
     sim.post(0, 2, write(1, 0, 500_000, 0));
@@ -355,7 +351,7 @@ fn the_send_queue_drains_and_goes_on() {
 }
 
 #[test]
-fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
+fn sending_starts_at_rts_and_receiving_at_rtr() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.pair(Service::Rc, Connection::default());
     sim.state(1, 3, State::Reset);
@@ -400,7 +396,7 @@ fn work_posted_early_waits_for_rts_and_receiving_begins_at_rtr() {
 }
 
 #[test]
-fn states_follow_each_other_as_the_verbs_say() {
+fn state_transitions_match_verbs() {
     let mut sim = Simulation::new(1, 4096);
     sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
     let node = &mut sim.nodes[0];
@@ -442,7 +438,7 @@ fn states_follow_each_other_as_the_verbs_say() {
 }
 
 #[test]
-fn many_queue_pairs_take_turns() {
+fn busy_queue_pair_does_not_delay_others() {
     let mut sim = Simulation::new(2, 1 << 20);
     for pair in 0..8 {
         let (a, b) = (10 + pair, 30 + pair);

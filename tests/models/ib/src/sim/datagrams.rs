@@ -36,7 +36,7 @@ fn sources(sim: &Simulation, node: usize) -> Vec<UdSource> {
 }
 
 #[test]
-fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
+fn datagram_follows_40_bytes_and_reports_source() {
     let mut sim = sim(2);
     let data = sim.fill(0, 0, 4096, 1);
     for id in 0..3 {
@@ -121,7 +121,7 @@ fn datagrams_arrive_behind_forty_bytes_and_say_where_from() {
 }
 
 #[test]
-fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
+fn undeliverable_datagrams_are_dropped_silently() {
     let mut sim = sim(2);
     sim.receive(1, Queue::Own(3), 1, 0, 100);
     let wrong_key = sim.datagram_to(1, 3, QKEY + 1);
@@ -157,7 +157,7 @@ fn datagrams_that_do_not_fit_are_dropped_without_a_word() {
 }
 
 #[test]
-fn datagrams_longer_than_a_packet_or_the_receive_are_errors() {
+fn oversized_datagrams_are_errors() {
     let mut sim = sim(2);
     let to = Some(sim.datagram_to(1, 3, QKEY));
     sim.post(0, 2, SendWork { to, ..send(1, 0, 4097) });
@@ -204,7 +204,7 @@ fn with_gsi(n: usize) -> Simulation {
 }
 
 #[test]
-fn management_datagrams_go_to_queue_pair_one() {
+fn management_datagrams_go_to_qp1() {
     let mut sim = with_gsi(2);
     let to = Some(sim.datagram_to(1, 1, GSI_QKEY));
     sim.post(0, 20, SendWork { to, ..send(1, 0, 256) });
@@ -376,7 +376,7 @@ fn paths_are_found_by_gid_and_by_lid() {
 }
 
 #[test]
-fn groups_are_made_joined_left_and_end() {
+fn multicast_group_exists_while_it_has_members() {
     let mut sim = with_gsi(2);
     assert_eq!(
         query_sa(&mut sim, 0, mad(1, 0x38, 1, &[(0, &BROADCAST)])).0,
@@ -441,7 +441,7 @@ fn groups_are_made_joined_left_and_end() {
 }
 
 #[test]
-fn capabilities_are_told_and_the_unknown_is_refused() {
+fn sa_reports_capabilities_and_rejects_unknown_attributes() {
     let mut sim = with_gsi(1);
     let (status, record) = query_sa(&mut sim, 0, mad(1, 1, 0, &[]));
     assert_eq!((status, &record[..2]), (0, &[1, 2][..]));
@@ -457,7 +457,7 @@ fn capabilities_are_told_and_the_unknown_is_refused() {
 }
 
 #[test]
-fn what_is_no_question_gets_no_answer() {
+fn invalid_mads_get_no_response() {
     let mut sim = with_gsi(1);
     let path = Path {
         dlid: Fabric::SM_LID,
@@ -493,7 +493,7 @@ fn what_is_no_question_gets_no_answer() {
 }
 
 #[test]
-fn multicast_reaches_the_members_that_attached() {
+fn multicast_reaches_attached_members() {
     let mut sim = with_gsi(4);
     let mgid = Gid(BROADCAST);
     let mut mlid = 0;

@@ -27,7 +27,7 @@ fn expect_failure(mut sim: Simulation, op: SendWork, status: Status) -> Simulati
 }
 
 #[test]
-fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
+fn access_without_key_rights_is_remote_access_error() {
     let remote = |address, key| Remote { address, key };
     let none = Key {
         pd: PD,
@@ -91,7 +91,7 @@ fn keys_that_do_not_allow_the_access_end_in_remote_access_errors() {
 }
 
 #[test]
-fn a_long_write_beyond_the_end_changes_nothing() {
+fn long_write_beyond_region_writes_nothing() {
     let mut sim = pair();
     let key = Key {
         start: 0,
@@ -117,7 +117,7 @@ fn a_long_write_beyond_the_end_changes_nothing() {
 }
 
 #[test]
-fn a_key_that_goes_in_the_middle_ends_the_write() {
+fn key_removed_during_write_fails_the_write() {
     let mut sim = pair();
     sim.post(0, 2, write(1, 0, 200_000, 0));
     sim.nodes[1].host.remove_keys_after = Some(1);
@@ -127,7 +127,7 @@ fn a_key_that_goes_in_the_middle_ends_the_write() {
 }
 
 #[test]
-fn a_key_that_goes_in_the_middle_ends_the_read() {
+fn key_removed_during_read_fails_the_read() {
     let mut sim = pair();
     sim.post(0, 2, read(1, 0, 200_000, 0));
     sim.nodes[1].host.remove_keys_after = Some(1);
@@ -136,7 +136,7 @@ fn a_key_that_goes_in_the_middle_ends_the_read() {
 }
 
 #[test]
-fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
+fn operation_disabled_on_qp_is_invalid_request() {
     let remote = Remote {
         address: 0,
         key: ALL_KEY,
@@ -170,7 +170,7 @@ fn what_the_queue_pair_does_not_allow_is_an_invalid_request() {
 }
 
 #[test]
-fn unaligned_atomics_and_unknown_keys_to_invalidate_are_refused() {
+fn unaligned_atomic_and_invalidation_of_unknown_key_are_rejected() {
     let remote = Remote {
         address: 4,
         key: ALL_KEY,
@@ -191,7 +191,7 @@ fn unaligned_atomics_and_unknown_keys_to_invalidate_are_refused() {
 }
 
 #[test]
-fn local_mistakes_end_in_local_errors() {
+fn invalid_local_work_is_local_error() {
     let bad_key = |mut work: SendWork| {
         work.payload = Payload::Memory(smallvec![Sge {
             key: 0x77,
@@ -209,12 +209,12 @@ fn local_mistakes_end_in_local_errors() {
     mixed.payload = mixed.payload.with(Segment::Inline(vec![0; 4]));
     expect_failure(pair(), mixed, Status::LocalQpOperation);
     let mut mixed = write(5, 0, 10, 0);
-    let piece = Sge {
+    let sge = Sge {
         key: 0x77,
         address: 0,
         length: 10,
     };
-    mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(piece));
+    mixed.payload = Payload::Inline(vec![0; 4]).with(Segment::Memory(sge));
     expect_failure(pair(), mixed, Status::LocalProtection);
     let remote = Remote {
         address: 0,
@@ -226,12 +226,12 @@ fn local_mistakes_end_in_local_errors() {
         Status::LocalLength,
     );
     let mut long = write(5, 0, 0, 0);
-    let piece = Sge {
+    let sge = Sge {
         key: ALL_KEY,
         address: 0,
         length: u32::MAX,
     };
-    long.payload = Payload::Memory(smallvec![piece, piece]);
+    long.payload = Payload::Memory(smallvec![sge, sge]);
     expect_failure(pair(), long, Status::LocalLength);
     let mut sim = pair();
     sim.nodes[0].host.local_result = Err(Status::MwBind);
@@ -239,11 +239,11 @@ fn local_mistakes_end_in_local_errors() {
 }
 
 #[test]
-fn a_local_error_in_a_long_message_waits_for_the_work_before_it() {
+fn local_error_completes_after_previous_work() {
     let mut sim = pair();
-    let piece = |key, address, length| Sge { key, address, length };
+    let sge = |key, address, length| Sge { key, address, length };
     let mut bad = send(2, 0, 0);
-    bad.payload = Payload::Memory(smallvec![piece(ALL_KEY, 0, 100_000), piece(0x77, 0, 100_000)]);
+    bad.payload = Payload::Memory(smallvec![sge(ALL_KEY, 0, 100_000), sge(0x77, 0, 100_000)]);
     sim.receive(1, Queue::Own(3), 1, 0, 200_000);
     sim.post(0, 2, read(1, 0, 100_000, 0));
     sim.post(0, 2, bad);
@@ -261,7 +261,7 @@ fn a_local_error_in_a_long_message_waits_for_the_work_before_it() {
 }
 
 #[test]
-fn requests_that_cannot_be_decoded_end_the_queue_pair() {
+fn undecodable_request_moves_qp_to_error() {
     let mut sim = pair();
     sim.nodes[0].host.injected.0 = Some(Fetched::Bad {
         id: 4,
@@ -288,7 +288,7 @@ fn requests_that_cannot_be_decoded_end_the_queue_pair() {
 }
 
 #[test]
-fn a_message_longer_than_the_receive_ends_both_sides() {
+fn message_longer_than_receive_fails_both_sides() {
     for length in [101, 5000] {
         let mut sim = pair();
         sim.receive(1, Queue::Own(3), 1, 0x10000, 100);
@@ -301,14 +301,14 @@ fn a_message_longer_than_the_receive_ends_both_sides() {
 }
 
 #[test]
-fn a_receive_with_a_bad_key_ends_both_sides() {
+fn receive_with_bad_key_fails_both_sides() {
     let mut sim = pair();
-    let pieces = smallvec![Sge {
+    let sges = smallvec![Sge {
         key: 0x99,
         address: 0,
         length: 100
     }];
-    let receive = ReceiveWork { id: 1, pieces, left: 0 };
+    let receive = ReceiveWork { id: 1, sges, left: 0 };
     sim.nodes[1]
         .host
         .receives
@@ -320,7 +320,7 @@ fn a_receive_with_a_bad_key_ends_both_sides() {
 }
 
 #[test]
-fn a_queue_pair_without_receives_refuses_messages() {
+fn qp_without_receive_queue_rejects_messages() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.qp(0, 2, Service::Rc, ReceiveFrom::Own);
     sim.qp(1, 3, Service::Rc, ReceiveFrom::None);
@@ -330,7 +330,7 @@ fn a_queue_pair_without_receives_refuses_messages() {
 }
 
 #[test]
-fn receivers_that_become_ready_get_the_message() {
+fn rnr_retry_delivers_once_receive_is_posted() {
     for op in [
         SendOp::Send { imm: None },
         SendOp::Write {
@@ -357,7 +357,7 @@ fn receivers_that_become_ready_get_the_message() {
 }
 
 #[test]
-fn receivers_that_never_are_ready_end_it() {
+fn exceeded_rnr_retries_fail_the_work() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.pair(
         Service::Rc,
@@ -386,7 +386,7 @@ fn receivers_that_never_are_ready_end_it() {
 }
 
 #[test]
-fn seven_rnr_retries_have_no_end() {
+fn rnr_retry_7_is_unlimited() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.pair(
         Service::Rc,
@@ -404,7 +404,7 @@ fn seven_rnr_retries_have_no_end() {
 }
 
 #[test]
-fn a_peer_that_is_gone_is_noticed() {
+fn unreachable_peer_exceeds_retries() {
     for retry_count in [0, 2, 7] {
         let mut sim = Simulation::new(2, 1 << 16);
         sim.pair(
@@ -428,7 +428,7 @@ fn a_peer_that_is_gone_is_noticed() {
 }
 
 #[test]
-fn flushing_keeps_the_order_and_goes_on_for_what_is_posted_later() {
+fn flush_keeps_order_and_includes_later_work() {
     let mut sim = pair();
     for id in 0..200 {
         sim.post(0, 2, write(id, 0, 3000, 0));
@@ -456,7 +456,7 @@ fn flushing_keeps_the_order_and_goes_on_for_what_is_posted_later() {
 }
 
 #[test]
-fn reset_forgets_without_completions() {
+fn reset_drops_work_without_completions() {
     let mut sim = pair();
     for id in 0..20 {
         sim.post(0, 2, write(id, 0, 100_000, 0));
@@ -495,7 +495,7 @@ fn reset_forgets_without_completions() {
 }
 
 #[test]
-fn an_unreliable_connection_drops_what_it_may_not_do() {
+fn unreliable_connection_drops_disallowed_requests() {
     let mut sim = Simulation::new(2, 1 << 16);
     sim.pair(Service::Uc, Connection::default());
     let bad = work(
@@ -531,7 +531,7 @@ fn an_unreliable_connection_drops_what_it_may_not_do() {
 }
 
 #[test]
-fn packets_of_other_partitions_are_not_taken() {
+fn packets_of_other_partitions_are_dropped() {
     let mut sim = pair();
     let mut port = PortAttributes {
         lid: sim.lid(1),

@@ -102,7 +102,7 @@ fn reads_and_atomics_wait_for_pages() {
 }
 
 #[test]
-fn an_answer_that_comes_right_behind_a_page_is_the_next_works() {
+fn response_after_page_fault_belongs_to_next_request() {
     let add = |id, address, to| {
         let remote = Remote { address, key: ALL_KEY };
         work(id, SendOp::FetchAdd { remote, add: 5 }, to, 8)
@@ -182,7 +182,7 @@ fn refuse_page(sim: &mut Simulation) {
 }
 
 #[test]
-fn pages_that_never_come_end_the_work() {
+fn failed_page_fault_fails_the_work() {
     let remote = Remote {
         address: 0x9000,
         key: ALL_KEY,
@@ -230,7 +230,7 @@ fn pages_that_never_come_end_the_work() {
 }
 
 #[test]
-fn a_queue_pair_that_waits_does_not_stop_others() {
+fn waiting_queue_pair_does_not_block_others() {
     let mut sim = Simulation::new(2, 1 << 20);
     sim.pair(Service::Rc, Connection::default());
     sim.qp(0, 12, Service::Rc, ReceiveFrom::Own);
@@ -251,7 +251,7 @@ fn a_queue_pair_that_waits_does_not_stop_others() {
 }
 
 #[test]
-fn errors_and_resets_while_waiting_leave_nothing_behind() {
+fn error_or_reset_during_page_fault_drops_the_work() {
     for state in [State::Err, State::Reset] {
         let mut sim = pair_without_pages(Service::Rc);
         sim.post(0, 2, write(1, 0, 20_000, 0));

@@ -350,7 +350,7 @@ fn packet() -> impl Strategy<Value = Packet> {
 
 proptest! {
     #[test]
-    fn everything_ends_in_order_once_and_right(
+    fn work_completes_in_order_exactly_once(
         ops in vec(op(), 1..24),
         mtu in mtu(),
         link in faults(),
@@ -362,7 +362,7 @@ proptest! {
     }
 
     #[test]
-    fn packets_that_make_no_sense_do_no_harm(
+    fn work_completes_despite_arbitrary_packets(
         packets in vec((0..2_usize, packet()), 1..60),
         outstanding in vec(op(), 0..5),
     ) {

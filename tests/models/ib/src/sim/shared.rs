@@ -30,7 +30,7 @@ fn srq_pair(pairs: u32) -> Simulation {
 }
 
 #[test]
-fn receives_are_shared_and_the_limit_is_told_once() {
+fn receives_are_shared_and_limit_event_is_raised_once() {
     let mut sim = srq_pair(3);
     for id in 0..10 {
         sim.receive(1, Queue::Shared(5), id, id * 1000, 1000);
@@ -70,20 +70,20 @@ fn receives_are_shared_and_the_limit_is_told_once() {
 }
 
 #[test]
-fn the_last_receive_of_a_queue_pair_is_announced() {
+fn last_wqe_event_is_raised() {
     let mut sim = srq_pair(1);
     sim.receive(1, Queue::Shared(5), 1, 0, 60_000);
     sim.receive(1, Queue::Shared(5), 2, 0, 60_000);
     let mut cut = send(1, 0, 0);
-    let piece = |key, length| Sge {
+    let sge = |key, length| Sge {
         key,
         address: 0,
         length,
     };
-    cut.payload = Payload::Memory(smallvec![piece(ALL_KEY, 65536), piece(0x99, 10)]);
+    cut.payload = Payload::Memory(smallvec![sge(ALL_KEY, 65536), sge(0x99, 10)]);
     sim.receive(1, Queue::Shared(5), 3, 0, 60_000);
     // The second entry of the send has an unknown key: the message stops after 64 KiB and stays incomplete.
-    sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].pieces[0].length = 65_546;
+    sim.nodes[1].host.receives.get_mut(&Queue::Shared(5)).unwrap()[0].sges[0].length = 65_546;
     sim.nodes[1].host.memory.resize(1 << 17, 0);
     sim.nodes[1].host.keys.get_mut(&ALL_KEY).unwrap().len = 1 << 17;
     sim.post(0, 10, cut);
@@ -102,7 +102,7 @@ fn the_last_receive_of_a_queue_pair_is_announced() {
 }
 
 #[test]
-fn shared_queues_end_after_their_users() {
+fn srq_in_use_cannot_be_destroyed() {
     let mut sim = srq_pair(1);
     let engine = &mut sim.nodes[1].engine;
     assert_eq!(
@@ -124,7 +124,7 @@ fn shared_queues_end_after_their_users() {
 }
 
 #[test]
-fn a_shared_queue_that_cannot_be_read_is_an_error_of_its_own() {
+fn unreadable_srq_raises_srq_error() {
     let mut sim = srq_pair(1);
     sim.nodes[1].host.injected.1 = Some(Fetched::Broken);
     sim.post(0, 10, send(1, 0, 10));
@@ -160,7 +160,7 @@ fn xrc(domain: u32) -> Simulation {
 }
 
 #[test]
-fn xrc_messages_name_their_receive_queue() {
+fn xrc_message_selects_its_srq() {
     let mut sim = xrc(3);
     let data = sim.fill(0, 0, 5000, 1);
     sim.receive(1, Queue::Shared(5), 50, 0, 5000);
@@ -226,7 +226,7 @@ fn xrc_messages_name_their_receive_queue() {
 }
 
 #[test]
-fn xrc_messages_for_queues_of_other_domains_are_refused() {
+fn xrc_message_to_srq_of_other_domain_is_rejected() {
     for (domain, srqn) in [(4, 5), (3, 7), (3, 8)] {
         let mut sim = xrc(domain);
         for queue in 5..9 {

@@ -65,7 +65,7 @@ fn initialised() -> TransportWorker {
 }
 
 #[test]
-fn phases_are_kept() {
+fn commands_require_their_initialisation_phase() {
     let mut model = model();
     let bad_state = constants::MLX5_CMD_STAT_BAD_SYS_STATE_ERR;
     assert_eq!(status(&send(&mut model, op::ALLOC_PD, |_| {})), bad_state);
@@ -81,7 +81,7 @@ fn phases_are_kept() {
 }
 
 #[test]
-fn numbers_run_out() {
+fn exhausted_numbers_return_no_resources() {
     let mut model = initialised();
     let mut last = 0;
     for _ in 0..1 << 12 {
@@ -120,7 +120,7 @@ proptest! {
 
     /// Each command gets an output of the requested length, and no command panics.
     #[test]
-    fn any_command(inputs in proptest::collection::vec((input(), 16_usize..700), 1..60)) {
+    fn arbitrary_command_gets_output(inputs in proptest::collection::vec((input(), 16_usize..700), 1..60)) {
         let mut model = initialised();
         for (input, output_len) in inputs {
             let output = model.execute(&input, output_len);
@@ -131,7 +131,7 @@ proptest! {
 
     /// No doorbell panics.
     #[test]
-    fn any_doorbell(doorbells in proptest::collection::vec((0_u8..4, 0_u32..40, any::<u32>(), any::<u32>()), 1..40)) {
+    fn arbitrary_doorbell_is_handled(doorbells in proptest::collection::vec((0_u8..4, 0_u32..40, any::<u32>(), any::<u32>()), 1..40)) {
         let mut model = initialised();
         for (kind, small, first, second) in doorbells {
             let message = match kind {

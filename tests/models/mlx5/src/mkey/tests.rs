@@ -138,7 +138,7 @@ const RIGHTS: [Rights; 5] = [
 ];
 
 #[test]
-fn bus_addresses_as_they_are() {
+fn physical_mkey_returns_bus_addresses() {
     let mut keys = keys();
     let key = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1), (mkc::MKEY_7_0, 0x5a)], &[]));
     assert_eq!(key, (FIRST << 8) | 0x5a);
@@ -165,7 +165,7 @@ fn bus_addresses_as_they_are() {
 }
 
 #[test]
-fn every_right_is_a_bit_of_its_own() {
+fn each_access_right_has_its_own_bit() {
     let mut keys = keys();
     for (i, (field, _)) in ALL.into_iter().enumerate() {
         let none = ALL.map(|(field, _)| (field, 0));
@@ -180,7 +180,7 @@ fn every_right_is_a_bit_of_its_own() {
 }
 
 #[test]
-fn whose_key_it_is() {
+fn access_checks_key_domain_and_bounds() {
     let mut keys = keys();
     let key = add(&mut keys, &create(0, &[(mkc::LEN, 100), (mkc::START_ADDR, 50)], &[]));
     let good = access(key, Rights::RemoteWrite, 50, 100);
@@ -229,7 +229,7 @@ fn whose_key_it_is() {
 }
 
 #[test]
-fn pages_are_found_and_joined() {
+fn pages_are_translated_and_merged() {
     let mut keys = keys();
     let list = pages(&[0x10000 | 3, 0x11000 | 3, 0x20000 | 3, 0x8000_0000_0000 | 3]);
     // The range starts in the middle of the first page.
@@ -253,7 +253,7 @@ fn pages_are_found_and_joined() {
 
 /// Drivers pad a page list to 64 bytes, also for an mkey of a single page.
 #[test]
-fn lists_are_longer_than_their_keys() {
+fn padded_page_list_is_accepted() {
     let mut keys = keys();
     let fields = [(mkc::LEN, 0x1000), (mkc::TRANSLATIONS_OCTWORD_SIZE, 1)];
     let key = add(&mut keys, &create(1, &fields, &[]));
@@ -265,7 +265,7 @@ fn lists_are_longer_than_their_keys() {
 
 /// If `pg_access` is not set, all pages are present, also those without access flags.
 #[test]
-fn pages_of_a_list_without_access_bits() {
+fn pages_without_access_flags_are_present() {
     let mut keys = keys();
     let mut command = create(1, &[(mkc::LEN, 0x2000)], &pages(&[0x10000, 0x20000]));
     create_mkey_in::PG_ACCESS.set(&mut command, 0_u32);
@@ -277,7 +277,7 @@ fn pages_of_a_list_without_access_bits() {
 }
 
 #[test]
-fn refused_commands() {
+fn invalid_create_commands_are_rejected() {
     let mut keys = Mkeys::new(Limits { keys: 2, words: 16 });
     let list = pages(&[3; 8]);
     assert_eq!(keys.create(&[0; 100]), Err(MkeyError::Short));
@@ -316,7 +316,7 @@ fn refused_commands() {
 /// Registration as mlx5_ib does it: a free mkey from a pool, then page list and context by UMR. Revocation by a list of
 /// entries that are not present.
 #[test]
-fn registration_and_revocation_as_the_kernel_does_them() {
+fn registration_and_revocation_by_umr() {
     let mut keys = keys();
     let fields = [
         (mkc::FREE, 1),
@@ -441,7 +441,7 @@ fn registration_and_revocation_as_the_kernel_does_them() {
 }
 
 #[test]
-fn only_what_is_missing_is_a_fault() {
+fn only_absent_pages_are_page_faults() {
     let mut keys = keys();
     // Pages: present, read-only, not present, write-only, and two without an entry.
     let fields = [
@@ -589,7 +589,7 @@ fn memory_windows() {
 
 /// The steps by which mlx5_ib changes the page size of a dma-buf mkey in use.
 #[test]
-fn the_page_size_changes() {
+fn page_size_change_keeps_translation() {
     let mut keys = keys();
     let small: Vec<u64> = (0..512).map(|i| 0x4000_0000 + i * 0x1000 + 3).collect();
     let fields = [(mkc::LEN, 0x20_0000), (mkc::START_ADDR, 0x20_0000)];
@@ -632,7 +632,7 @@ fn the_page_size_changes() {
 }
 
 #[test]
-fn keys_of_keys_end_somewhere() {
+fn indirect_mkey_depth_is_limited() {
     let mut keys = keys();
     let fields = [(mkc::LEN, 64), (mkc::LENGTH64, 0), (mkc::TRANSLATIONS_OCTWORD_SIZE, 4)];
     let key = add(&mut keys, &create(2, &fields, &[]));
@@ -703,7 +703,7 @@ fn page_faults_name_the_inner_key() {
 }
 
 #[test]
-fn repeated_pieces() {
+fn strided_klm_entries_are_translated() {
     let mut keys = keys();
     let all = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1)], &[]));
     // Three cycles: 16 bytes from 0x1000 on with a stride of 100, and 8 bytes from 0x9000 on with a stride of 8.
@@ -737,7 +737,7 @@ fn repeated_pieces() {
 }
 
 #[test]
-fn translations_have_their_room() {
+fn translation_space_is_limited() {
     let mut keys = Mkeys::new(Limits { keys: 8, words: 64 });
     let key = add(
         &mut keys,
@@ -768,7 +768,7 @@ fn translations_have_their_room() {
 }
 
 #[test]
-fn who_scatters_too_much_gets_nothing() {
+fn oversized_scatter_returns_nothing() {
     let mut keys = keys();
     let all = add(&mut keys, &create(0, &[(mkc::LENGTH64, 1)], &[]));
     let bytes: Vec<_> = (0..2048).map(|i| (1, all, i * 2)).collect();
@@ -809,7 +809,7 @@ fn who_scatters_too_much_gets_nothing() {
 }
 
 #[test]
-fn short_work_requests() {
+fn truncated_umr_is_rejected() {
     let body = vec![0xff; 48 + 64 + 64];
     assert_eq!(Umr::read(0, &body), Err(UmrError::Mask(!0x8400_22be_61c3)));
     let mut body = vec![0; 48 + 64];
@@ -826,7 +826,7 @@ fn short_work_requests() {
 }
 
 #[test]
-fn many_faults_find_an_end() {
+fn pending_page_faults_are_limited() {
     let mut keys = keys();
     let fields = [(mkc::LENGTH64, 1), (mkc::TRANSLATIONS_OCTWORD_SIZE, 1 << 20)];
     let key = add(&mut keys, &create(1, &fields, &[]));

@@ -489,11 +489,11 @@ impl Driver {
     }
 
     /// Posts a receive WQE.
-    pub fn receive(&self, qp: &mut Qp, pieces: &[(u32, u64, u32)]) {
+    pub fn receive(&self, qp: &mut Qp, sges: &[(u32, u64, u32)]) {
         let at = qp.buffer + u64::from(qp.received % ENTRIES) * 64;
         let mut entry = Vec::new();
-        for piece in pieces {
-            entry.extend(data(*piece));
+        for sge in sges {
+            entry.extend(data(*sge));
         }
         if entry.len() < 64 {
             entry.extend(data((0x100, 0, 0)));

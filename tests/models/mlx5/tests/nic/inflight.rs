@@ -166,7 +166,7 @@ fn destroying_a_key_waits_for_its_transfers() {
 }
 
 #[test]
-fn without_draining_a_destroyed_key_is_written_by() {
+fn destroyed_key_is_written_without_draining() {
     let mut held = HeldWrite::new();
     held.driver.handle.set_drain(false);
     held.destroy(1);
@@ -211,7 +211,7 @@ fn revoking_a_key_waits_for_its_transfers() {
 }
 
 #[test]
-fn without_draining_a_revoked_key_is_written_by() {
+fn revoked_key_is_written_without_draining() {
     check_revocation(false);
 }
 
@@ -231,7 +231,7 @@ fn other_keys_do_not_wait() {
 }
 
 #[test]
-fn a_reset_ends_what_is_held_and_what_waits() {
+fn reset_aborts_held_and_waiting_work() {
     let mut held = HeldWrite::new();
     held.destroy(1);
     held.wait_for_drain();

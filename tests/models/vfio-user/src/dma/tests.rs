@@ -38,7 +38,7 @@ fn file(size: u64) -> OwnedFd {
 const RW: u32 = proto::DMA_READABLE | proto::DMA_WRITABLE;
 
 #[test]
-fn moves_across_mappings_and_counts_by_target() {
+fn transfer_spans_mappings_and_is_counted_by_target() {
     let dma = Dma::new(None);
     dma.set_bus_master(true);
     let ram = memfd(0x4000);
@@ -95,7 +95,7 @@ fn moves_across_mappings_and_counts_by_target() {
 }
 
 #[test]
-fn what_is_at_address_0_is_guest_memory() {
+fn mapping_at_address_0_is_guest_memory() {
     let dma = Dma::new(None);
     let ram = file(0x2000);
     dma.map(&request(0x10_0000, 0x1000, 0x1000, RW), Some(ram.try_clone().unwrap()))
@@ -106,7 +106,7 @@ fn what_is_at_address_0_is_guest_memory() {
 }
 
 #[test]
-fn memory_that_comes_late_is_a_peers() {
+fn mapping_after_initial_ones_is_a_peer() {
     let dma = Dma::new(None);
     let ram = memfd(0x2000);
     dma.map(&request(0x1000, 0x1000, 0, RW), Some(ram.try_clone().unwrap()))
@@ -122,7 +122,7 @@ fn memory_that_comes_late_is_a_peers() {
 }
 
 #[test]
-fn refusals() {
+fn invalid_transfers_are_refused() {
     let dma = Dma::new(None);
     let mut data = [0; 16];
     dma.map(&request(0x1000, 0x1000, 0, proto::DMA_READABLE), Some(memfd(0x1000)))
@@ -224,7 +224,7 @@ fn a_peer_is_reached_directly_and_counted_by_name() {
 }
 
 #[test]
-fn a_peer_that_moves_takes_its_memory_along() {
+fn moved_peer_is_reached_at_new_address() {
     let (dma, offer, memory) = among_peers("accel0");
     dma.map(&request(0x10000, 0x40000, 0, RW), None).unwrap();
     offer.set_address(Some(0x10000));
@@ -245,7 +245,7 @@ fn a_peer_that_moves_takes_its_memory_along() {
 }
 
 #[test]
-fn what_the_client_forbids_holds_for_peers_too() {
+fn mapping_permissions_apply_to_peers() {
     let (dma, offer, _memory) = among_peers("accel0");
     dma.map(&request(0x10000, 0x10000, 0, proto::DMA_READABLE), None)
         .unwrap();
@@ -259,7 +259,7 @@ fn what_the_client_forbids_holds_for_peers_too() {
 }
 
 #[test]
-fn a_peer_that_comes_with_a_descriptor_has_its_name_too() {
+fn peer_with_descriptor_is_counted_by_name() {
     let (dma, _offer, memory) = among_peers("accel0");
     dma.end_initial_maps();
     let fd = memory.fd().try_clone_to_owned().unwrap();
@@ -273,7 +273,7 @@ fn a_peer_that_comes_with_a_descriptor_has_its_name_too() {
 
 /// No copy reaches an address that the peer left before the copy began.
 #[test]
-fn concurrent_moves_leave_nothing_behind() {
+fn concurrent_moves_write_no_stale_address() {
     let (dma, offer, memory) = among_peers("accel0");
     dma.map(&request(0x10000, 0x20000, 0, RW), None).unwrap();
     let stop = AtomicBool::new(false);
@@ -366,7 +366,7 @@ fn an_atomic_across_two_mappings_is_refused() {
 }
 
 #[test]
-fn ranges_and_data_have_one_length() {
+fn extents_and_data_must_have_equal_length() {
     let dma = Dma::new(None);
     dma.set_bus_master(true);
     dma.map(&request(0, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
@@ -399,7 +399,7 @@ fn ranges_and_data_have_one_length() {
 }
 
 #[test]
-fn bad_mappings() {
+fn invalid_mappings_are_rejected() {
     let dma = Dma::new(None);
     let try_map = |address, size, offset, fd: Option<OwnedFd>| dma.map(&request(address, size, offset, RW), fd);
     assert_eq!(try_map(0, 0, 0, None), Err(Errno::INVAL));

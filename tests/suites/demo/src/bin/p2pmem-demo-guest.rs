@@ -486,7 +486,7 @@ fn transform(path: &Path, from_name: &str, to_name: &str) -> Result<Job> {
         .map(|v| (name_of(&devices, v.addr), v.why.clone()))
         .collect();
     eprintln!(
-        "{} near {from_name} and {to_name}: the orchestrator chose {name} ({}), from byte {:#x} of its BAR on",
+        "{} near {from_name} and {to_name}: the orchestrator chose {name} ({}), at offset {:#x} in its BAR",
         human_size(buffer.size()),
         provider.addr,
         buffer.bar_offset().unwrap_or(0),

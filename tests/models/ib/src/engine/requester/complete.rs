@@ -15,7 +15,8 @@ impl Qp {
     /// Records that everything before `psn` is acknowledged (or sent, on unreliable services).
     pub(in crate::engine) fn acknowledge_before(&mut self, cx: &mut Context<'_>, psn: u32) {
         let requester = &mut self.requester;
-        if psn::diff(psn, requester.unacknowledged) <= 0 {
+        let outstanding = psn::count(requester.unacknowledged, requester.next);
+        if !(1..=outstanding).contains(&psn::count(requester.unacknowledged, psn)) {
             return;
         }
         while requester

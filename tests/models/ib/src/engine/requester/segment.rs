@@ -16,12 +16,12 @@ use crate::engine::{Context, datagram};
 use crate::host::{Access, Fault, Fetched, Rights};
 use crate::packet::{AtomicEth, Extended, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{Fence, Payload, Segment, SendOp, SendWork, Sge, Status};
+use crate::work::{Fence, MAX_MESSAGE, Payload, Segment, SendOp, SendWork, Sge, Status};
 
 /// Packets whose PSN is a multiple of this value request an acknowledgement.
 const ACK_EVERY: u32 = 32;
-/// Longest message.
-const MAX_MESSAGE: u64 = 1 << 31;
+// With the smallest MTU, the longest message has as many packets as there may be outstanding PSNs.
+const _: () = assert!(MAX_MESSAGE / 256 == psn::MAX_OUTSTANDING);
 
 impl Qp {
     /// Fetches the next work request and starts it. Returns whether the requester can continue.
@@ -60,12 +60,24 @@ impl Qp {
         );
         if is_fenced
             || is_rd_atomic && self.requester.outstanding_rd_atomics() >= usize::from(self.max_initiated.max(1))
+            || !self.requester.has_psns(self.packet_count(&work))
         {
             self.requester.fetched = Some(work);
             return false;
         }
         self.start(cx, work);
         true
+    }
+
+    /// Returns the number of packets of a work request, which is its number of PSNs.
+    fn packet_count(&self, work: &SendWork) -> u32 {
+        match work.op {
+            SendOp::Local => 0,
+            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
+            _ if self.is_datagram() => 1,
+            // Not truncated. A longer message fails before its first packet.
+            _ => psn::packets(total(&work.payload).min(MAX_MESSAGE.into()) as u32, self.mtu.bytes()),
+        }
     }
 
     /// Adds a work request that failed before its first packet. It completes after the earlier requests.
@@ -88,7 +100,7 @@ impl Qp {
         if !supported || self.is_datagram() && work.op != SendOp::Local && work.to.is_none() {
             return Err(Status::LocalQpOperation);
         }
-        if length > MAX_MESSAGE || self.is_datagram() && length > datagram::MAX_PAYLOAD {
+        if length > MAX_MESSAGE.into() || self.is_datagram() && length > datagram::MAX_PAYLOAD {
             return Err(Status::LocalLength);
         }
         let inline = !matches!(work.payload, Payload::Memory(_));
@@ -126,19 +138,15 @@ impl Qp {
             return self.fail(id, Some(op), status);
         }
         let first = self.requester.next;
+        let count = self.packet_count(&work);
         // Not truncated: `validate` limits the length.
         let length = length as u32;
-        let (mut pieces, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
+        let (mut sges, mut inline, mut mixed) = (SmallVec::new(), None, Vec::new());
         match work.payload {
-            Payload::Memory(all) => pieces = all,
+            Payload::Memory(all) => sges = all,
             Payload::Inline(bytes) => inline = Some(Arc::new(bytes)),
             Payload::Mixed(all) => mixed = all,
         }
-        let count = match op {
-            SendOp::CompareSwap { .. } | SendOp::FetchAdd { .. } => 1,
-            _ if self.is_datagram() => 1,
-            _ => psn::packets(length, self.mtu.bytes()),
-        };
         self.requester.next = psn::add(first, count);
         let last = psn::add(first, count - 1);
         self.requester.works.push_back(Work {
@@ -146,7 +154,7 @@ impl Qp {
             op: Some(op),
             signaled,
             solicited: work.flags.solicited,
-            pieces,
+            sges,
             inline,
             mixed,
             to: work.to,
@@ -210,26 +218,26 @@ impl Qp {
                 let read = page_wait.access(cx, qpn, |cx| {
                     let host = &mut *cx.host;
                     cx.shared.pool.fill(len, |bytes| {
-                        let mut gather = |piece: Sge, to: &mut [u8]| {
+                        let mut gather = |sge: Sge, to: &mut [u8]| {
                             let access = Access {
-                                key: piece.key,
-                                address: piece.address,
-                                length: piece.length.into(),
+                                key: sge.key,
+                                address: sge.address,
+                                length: sge.length.into(),
                                 rights: Rights::LocalRead,
                                 pd,
                                 qpn,
                             };
                             host.read(&access, to)
                         };
-                        for (piece, at) in parts(&work.pieces, offset.into(), len) {
-                            gather(piece, &mut bytes[at..at + piece.length as usize])?;
+                        for (sge, at) in parts(&work.sges, offset.into(), len) {
+                            gather(sge, &mut bytes[at..at + sge.length as usize])?;
                         }
-                        for (piece, range, at) in overlap(&work.mixed, Segment::len, offset.into(), len) {
+                        for (segment, range, at) in overlap(&work.mixed, Segment::len, offset.into(), len) {
                             // Not truncated: messages are at most 2 GiB long.
                             let (start, end) = (range.start as usize, range.end as usize);
                             let to = &mut bytes[at..at + (end - start)];
-                            match piece {
-                                Segment::Memory(piece) => gather(part(piece, &range), to)?,
+                            match segment {
+                                Segment::Memory(sge) => gather(part(sge, &range), to)?,
                                 Segment::Inline(data) => to.copy_from_slice(&data[start..end]),
                             }
                         }

@@ -25,9 +25,9 @@ pub(in crate::engine) struct Work {
     pub(in crate::engine) op: Option<SendOp>,
     pub(in crate::engine) signaled: bool,
     pub(super) solicited: bool,
-    pub(in crate::engine) pieces: SmallVec<[Sge; 4]>,
+    pub(in crate::engine) sges: SmallVec<[Sge; 4]>,
     pub(super) inline: Option<Chunk>,
-    /// Mixed payload. If not empty, `pieces` and `inline` are empty.
+    /// Mixed payload. If not empty, `sges` and `inline` are empty.
     pub(super) mixed: Vec<Segment>,
     pub(super) to: Option<AddressVector>,
     pub(super) srqn: u32,
@@ -72,7 +72,7 @@ impl Work {
             op,
             signaled,
             solicited: false,
-            pieces: SmallVec::new(),
+            sges: SmallVec::new(),
             inline: None,
             mixed: Vec::new(),
             to: None,

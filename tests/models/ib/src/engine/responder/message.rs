@@ -4,14 +4,14 @@
 
 use tracing::debug;
 
-use super::{Disposition, MAX_MESSAGE, RequestError};
+use super::{Disposition, RequestError};
 use crate::engine::Context;
 use crate::engine::qp::Qp;
 use crate::engine::responses::syndrome;
 use crate::host::{Access, Fault, Rights};
 use crate::packet::{Extended, Packet, Reth, Slice, operation};
 use crate::psn;
-use crate::work::{Received, Status};
+use crate::work::{MAX_MESSAGE, Received, Status};
 
 /// A message of which more packets are expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,7 +65,7 @@ impl Qp {
             if total > receive.capacity() {
                 return Err(RequestError::TooLong);
             }
-            // Not truncated: `total` is at most the capacity, and a capacity is below 4 GiB.
+            // Not truncated: `total` is at most the capacity, which is at most `MAX_MESSAGE`.
             receive.length = total as u32;
         }
         let is_last = !matches!(operation, SEND_FIRST | SEND_MIDDLE);

@@ -2,7 +2,7 @@
 
 //! READ and atomic requests, and their responses.
 
-use super::{Disposition, MAX_MESSAGE, RequestError};
+use super::{Disposition, RequestError};
 use crate::engine::Context;
 use crate::engine::pool::CHUNK;
 use crate::engine::qp::{Qp, Step};
@@ -10,6 +10,7 @@ use crate::engine::responses::syndrome;
 use crate::host::{Access, Atomic, Fault, Rights};
 use crate::packet::{Aeth, Extended, Packet, Reth, Slice, operation};
 use crate::psn;
+use crate::work::MAX_MESSAGE;
 
 /// Minimum number of atomic results that are kept for duplicate requests.
 const MIN_ATOMIC_RESULTS: usize = 16;

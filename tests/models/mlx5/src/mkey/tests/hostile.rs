@@ -9,7 +9,7 @@ proptest! {
 
     /// No command, work request or access panics, and the count of translations stays correct.
     #[test]
-    fn hostile_values(
+    fn arbitrary_values_keep_translation_count(
         steps in proptest::collection::vec((0_u8..5, any::<[u64; 6]>(), proptest::collection::vec(any::<u8>(), 0..256)), 1..40),
     ) {
         let mut keys = Mkeys::new(Limits { keys: 16, words: 4096 });

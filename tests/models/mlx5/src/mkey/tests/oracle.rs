@@ -128,7 +128,7 @@ proptest! {
     #![proptest_config(config(3000))]
 
     #[test]
-    fn agrees_with_the_definition(
+    fn translation_agrees_with_definition(
         oracle_keys in (oracle_key(0), oracle_key(1), oracle_key(2), oracle_key(3)),
         accesses in proptest::collection::vec((0_usize..4, 0_u64..300, 1_u64..250, any::<bool>()), 1..30),
     ) {
