@@ -69,18 +69,6 @@ pub enum Command {
     Scan(ScanArgs),
     /// Check everything that peer-to-peer memory needs on this machine.
     Doctor,
-    /// Print a completion script for a shell.
-    #[command(hide = true)]
-    Completions {
-        /// The shell.
-        shell: clap_complete::Shell,
-    },
-    /// Print the man page, or write those of all commands to a folder.
-    #[command(hide = true)]
-    Man {
-        /// The folder.
-        dir: Option<PathBuf>,
-    },
 }
 
 /// What `scan` shows.
