@@ -107,11 +107,18 @@ mod tests {
         for program in programs() {
             for page in pages(&program, "") {
                 let text = fs::read_to_string(folder.path().join(format!("man1/{page}.1"))).unwrap();
-                assert!(text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"), "{page}: {text}");
+                assert!(
+                    text.contains(".SH NAME") && text.contains(".SH SYNOPSIS"),
+                    "{page}: {text}"
+                );
                 assert_eq!(text.matches("SEE ALSO").count(), 1, "{page}: {text}");
             }
             let name = program.get_name();
-            for script in [format!("bash/{name}.bash"), format!("zsh/_{name}"), format!("fish/{name}.fish")] {
+            for script in [
+                format!("bash/{name}.bash"),
+                format!("zsh/_{name}"),
+                format!("fish/{name}.fish"),
+            ] {
                 let text = fs::read_to_string(folder.path().join(&script)).unwrap();
                 assert!(text.contains(name), "{script}");
             }
