@@ -8,7 +8,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 MAKEFLAGS += --no-print-directory
 
-VERSION := 0.1.0
+# The version stands in userspace/Cargo.toml.
+VERSION = $(shell sed -n '/^version = "/ { s///; s/".*//p; q }' userspace/Cargo.toml)
 sandbox := tools/sandbox/sandbox
 in := $(sandbox) run
 reports := build/reports
@@ -153,24 +154,29 @@ rust-metadata: sandbox
 	@$(in) bash -c 'tools/rust-metadata cached "$$(cat /etc/p2pmem-kernel)" /build'
 endif
 
-modules_install: ## - install the module of `make modules KDIR=...` or KREL=... below INSTALL_MOD_PATH
+modules_install: ## - install the module of `make modules KDIR=...` or KREL=... below INSTALL_MOD_PATH or DESTDIR
 	@[ -e build/kmod/p2pmem.ko ] || { echo 'modules_install: no module: run make modules KREL=$$(uname -r) first' >&2; exit 1; }
 	@env -u MAKEFLAGS -u MFLAGS $(MAKE) -C "$$(cat build/kdir)" M=$(CURDIR) MO=$(CURDIR)/build/kmod \
-		INSTALL_MOD_PATH="$(INSTALL_MOD_PATH)" modules_install
+		INSTALL_MOD_PATH="$(or $(INSTALL_MOD_PATH),$(destdir))" modules_install
 
-install: modules_install ## - install module, programs, libraries, headers, units, and udev rule below DESTDIR and PREFIX
-	@command -v cargo >/dev/null || { echo 'install: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
-	@command -v cmake >/dev/null || { echo 'install: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
-	@cargo build --locked --release --manifest-path userspace/Cargo.toml -p p2pmemctl -p p2pmem-exporter -p p2pmem-capi \
-		-p p2pmem-preload \
-		--target-dir build/target
-	@install -D -m 755 -t "$(DESTDIR)$(PREFIX)/bin" build/target/release/p2pmemctl build/target/release/p2pmem-exporter
-	@install -D -m 644 -t "$(DESTDIR)$(PREFIX)/include/linux" include/uapi/linux/p2pmem.h
-	@DESTDIR="$(DESTDIR)" userspace/p2pmem-capi/install build/target/release "$(PREFIX)"
-	@DESTDIR="$(DESTDIR)" tools/systemd/install "$(PREFIX)"
+programs: ## - build the programs, libraries, man pages, and completions that `make install` installs
+	@command -v cargo >/dev/null || { echo 'programs: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
+	@command -v cmake >/dev/null || { echo 'programs: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
+	@cargo build --locked --release --manifest-path userspace/Cargo.toml --target-dir $(release-target) \
+		-p p2pmemctl -p p2pmem-perf -p p2pmem-exporter -p p2pmem-capi -p p2pmem-preload -p p2pmem-man
+	@rm -rf build/man && $(release-target)/release/p2pmem-man build/man
+
+install: programs ## - install user space, headers, and the module if it was built with KDIR or KREL, below DESTDIR and PREFIX
+	@DESTDIR="$(destdir)" tools/install "$(release-target)/release" "$(PREFIX)" "$(LIBDIR)" "$(VERSION)"
+	@if [ -e build/kmod/p2pmem.ko ]; then \
+		$(MAKE) modules_install && DESTDIR="$(destdir)" tools/systemd/install "$(PREFIX)" module; \
+	else echo 'install: without the module, which was not built: make modules KREL=$$(uname -r)'; fi
+
+deb: sandbox ## - build the Debian packages into build/deb/, checked by lintian
+	@$(in) tools/make-deb
 
 dkms: ## - copy the module's sources to /usr/src, and build and install the module with DKMS
-	@tools/dkms $(VERSION) "$(DESTDIR)"
+	@tools/dkms $(VERSION) "$(destdir)"
 
 # --- cleaning ---------------------------------------------------------------------------------------------------------
 
@@ -181,6 +187,10 @@ distclean: clean ## remove build/ and the whole cache: sandboxes, metadata, targ
 	@$(sandbox) distclean
 
 PREFIX ?= /usr/local
+LIBDIR ?= $(PREFIX)/lib
+# Scripts change folders.
+destdir = $(abspath $(DESTDIR))
+release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
 .PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
-	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install install dkms clean distclean
+	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

@@ -37,6 +37,11 @@ struct Cli {
     once: bool,
 }
 
+/// Returns the definition of the command line.
+pub fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
+}
+
 /// Runs the exporter with the process's arguments until SIGTERM or SIGINT.
 pub fn main() -> ExitCode {
     match run(&Cli::parse()) {

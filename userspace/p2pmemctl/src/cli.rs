@@ -69,18 +69,6 @@ pub enum Command {
     Scan(ScanArgs),
     /// Check all preconditions of peer-to-peer memory on this machine.
     Doctor,
-    /// Print a completion script for a shell.
-    #[command(hide = true)]
-    Completions {
-        /// The shell.
-        shell: clap_complete::Shell,
-    },
-    /// Print the man page, or write the man pages of all commands to a folder.
-    #[command(hide = true)]
-    Man {
-        /// The folder.
-        dir: Option<PathBuf>,
-    },
 }
 
 /// Options of `scan`.

@@ -21,7 +21,7 @@ mod topo;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser};
+use clap::Parser;
 
 pub use cli::{Cli, Command};
 pub use environment::{Context, Environment};
@@ -120,16 +120,5 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Events(args) => events::events(context, args),
         Command::Scan(args) => scan::scan(context, args),
         Command::Doctor => doctor::doctor(context),
-        Command::Completions { shell } => {
-            clap_complete::generate(*shell, &mut Cli::command(), "p2pmemctl", context.out);
-            Ok(Outcome::Done)
-        }
-        Command::Man { dir } => {
-            match dir {
-                Some(dir) => clap_mangen::generate_to(Cli::command(), dir)?,
-                None => clap_mangen::Man::new(Cli::command()).render(context.out)?,
-            }
-            Ok(Outcome::Done)
-        }
     }
 }

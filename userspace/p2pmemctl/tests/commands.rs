@@ -388,18 +388,6 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
 }
 
 #[test]
-fn man_pages_and_completions_are_generated() {
-    let machine = machine(Fake::new());
-    let (code, out) = machine.run(&["completions", "bash"]);
-    assert!(code == 0 && out.contains("p2pmemctl"), "{out}");
-    let (code, out) = machine.run(&["man"]);
-    assert!(code == 0 && out.contains("topo"), "{out}");
-    let (code, _) = machine.run(&["man", machine.root().to_str().unwrap()]);
-    assert_eq!(code, 0);
-    assert!(machine.root().join("p2pmemctl-publish.1").exists());
-}
-
-#[test]
 fn files_of_rules_are_checked() {
     let machine = machine(Fake::example());
     let path = machine.root().join("rules.toml");

@@ -130,17 +130,26 @@ pub fn vmlinux(release: &str) -> Result<PathBuf> {
     let source = fs::metadata(&from)
         .and_then(|m| m.modified())
         .with_context(|| from.display().to_string())?;
-    if made.is_ok_and(|made| made >= source) {
-        return Ok(to);
+    if !made.is_ok_and(|made| made >= source) {
+        write_vmlinux(&from, &to)?;
     }
-    let image = fs::read(&from).with_context(|| from.display().to_string())?;
+    Ok(to)
+}
+
+/// Writes the uncompressed image of a kernel to a file.
+///
+/// # Errors
+///
+/// The kernel is missing or of an unknown format, or the image cannot be written.
+pub fn write_vmlinux(from: &Path, to: &Path) -> Result<()> {
+    let image = fs::read(from).with_context(|| from.display().to_string())?;
     let elf = extract(&image).with_context(|| from.display().to_string())?;
     let folder = to.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::NamedTempFile::new_in(folder).with_context(|| folder.display().to_string())?;
     file.write_all(&elf)?;
     // Another runner may write the same image at the same time: each one renames a complete file.
-    file.persist(&to)?;
-    Ok(to)
+    file.persist(to)?;
+    Ok(())
 }
 
 /// Takes the compressed kernel from a bzImage (x86 boot protocol 2.08 or later) and decompresses it.

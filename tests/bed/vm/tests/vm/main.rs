@@ -36,6 +36,7 @@ mod hardening;
 mod iommu;
 mod lanes;
 mod observe;
+mod packages;
 mod pairs;
 mod peer;
 mod perf;
@@ -103,9 +104,10 @@ fn main() -> ExitCode {
     let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
     let reports = clients::Reports::default();
     let said = peer::Said::default();
-    let mut trials: Vec<Trial> = runner::ALONE
-        .iter()
-        .map(|(name, test)| lanes.alone(name, &log, *test))
+    let mut trials: Vec<Trial> = [packages::ALONE, runner::ALONE]
+        .concat()
+        .into_iter()
+        .map(|(name, test)| lanes.alone(name, &log, test))
         .collect();
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
