@@ -16,8 +16,9 @@ fn width(at: usize, left: usize) -> usize {
     [8, 4, 2].into_iter().find(|w| at % w == 0 && left >= *w).unwrap_or(1)
 }
 
-/// That width, and how many accesses of it follow one another.
-fn run(at: usize, left: usize) -> (usize, usize) {
+/// The width of the next access at the address `at`, and the number of such accesses that follow one another, for a copy of
+/// `left` bytes.
+pub fn run(at: usize, left: usize) -> (usize, usize) {
     match width(at, left) {
         8 => (8, left / 8),
         width => (width, 1),

@@ -46,6 +46,8 @@ pub enum Operation {
     Import,
     /// Allocating a stripe.
     Stripe,
+    /// Accessing the memory of a mapping.
+    Access,
 }
 
 impl fmt::Display for Operation {
@@ -65,6 +67,7 @@ impl fmt::Display for Operation {
             Self::Rules => "setting rules",
             Self::Import => "importing the buffer",
             Self::Stripe => "allocating the stripe",
+            Self::Access => "accessing the buffer",
         })
     }
 }
@@ -411,7 +414,7 @@ impl Error {
                 _ => None,
             },
             Self::Refused {
-                operation: Operation::Map,
+                operation: Operation::Map | Operation::Access,
                 ..
             } => match errno {
                 Some(libc::ENODEV) => Some("the provider was removed: allocate again"),
