@@ -380,6 +380,7 @@ impl Error {
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
+            Self::Open { path, .. } if !path.starts_with("/dev/p2pmem") => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
                 Some(libc::EACCES | libc::EPERM) => {

@@ -355,6 +355,7 @@ impl Registration {
     }
 
     /// The region that the NIC knows.
+    #[cfg(feature = "verbs")]
     pub(crate) fn region(&self) -> &RawMr {
         &self.mr.mr
     }
