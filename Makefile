@@ -28,6 +28,9 @@ cargo := $(in) cargo --locked
 # Cargo's tests, whose property tests make their values from the same seed in each run: nothing may fail by luck.
 cargo-test := $(in) env PROPTEST_RNG_SEED=20 cargo --locked test
 
+# maturin builds the extension module of the Python package, and pytest tests it.
+all-but-python := --workspace --exclude p2pmem-python
+
 ifneq ($(origin KDIR),undefined)
 module-for := kdir $(KDIR)
 else ifneq ($(origin KREL),undefined)
@@ -88,8 +91,12 @@ debug-modules: debug-kernel ## build p2pmem.ko and the tests' modules for the de
 demo-programs: testbed
 	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf -p p2pmem-preload
 
-user: sandbox ## build the user-space workspace: library, C library, preload shim, p2pmemctl, exporter, examples
-	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features --lib --bins --examples
+user: sandbox ## build the user-space workspace: library, C library, Python package, preload shim, p2pmemctl, exporter, examples
+	@$(cargo) build --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --lib --bins --examples
+	@$(in) userspace/p2pmem-python/wheel
+
+wheel: sandbox ## build the Python package's wheel, optimized, into build/python-release/
+	@$(in) userspace/p2pmem-python/wheel --release
 
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
 	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
@@ -111,8 +118,9 @@ rust-analyzer: modules
 endif
 
 test-user: sandbox ## tests that need no guest: of user space and of the test bed's own parts
-	@$(cargo-test) --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
 	@$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast
+	@$(in) userspace/p2pmem-python/test
 
 test-vm: modules debug-modules user testbed ## tests in guests, with the stock kernel and with the debug kernel (TESTS=<part of a name> for some)
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(TESTS)
@@ -128,7 +136,7 @@ more-cases := P2PMEM_TIMES=10 PROPTEST_CASES=2560
 
 # Twenty-five times as many rounds: fifty of what goes through two in a short run. All tests run, so that the reports are whole.
 test-long: modules debug-modules user testbed ## races and storms with 25 times the rounds on both kernels, property tests from new seeds with 10 times the cases
-	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
 	@$(in) env $(more-cases) cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
 	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
 
@@ -181,5 +189,5 @@ distclean: clean ## remove what the cache holds of this project too: sandboxes, 
 
 PREFIX ?= /usr/local
 
-.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install install dkms clean distclean
