@@ -39,6 +39,7 @@ mod observe;
 mod pairs;
 mod peer;
 mod perf;
+mod python;
 mod registration;
 mod runner;
 mod unplug;
@@ -68,6 +69,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (
         observe::TESTS,
         Kernels::Stock("the test checks tools of user space; other cases test what the module does for them"),
+    ),
+    (
+        python::TESTS,
+        Kernels::Stock("the test checks a package of user space; other cases test what the module does for it"),
     ),
     (
         iommu::TESTS,
