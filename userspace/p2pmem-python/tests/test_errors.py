@@ -29,7 +29,8 @@ def test_a_missing_module_has_a_remedy() -> None:
     assert error.remedy == "load the module: modprobe p2pmem"
     assert isinstance(error, OSError) and error.strerror == str(error)
     if hasattr(error, "add_note"):
-        assert "remedy: load the module" in "".join(traceback.format_exception(error))
+        shown = "".join(traceback.format_exception(error)).splitlines()
+        assert shown[-2:] == [f"p2pmem.ModuleMissingError: {error}", f"remedy: {error.remedy}"]
 
 
 def test_other_files_are_no_devices(tmp_path: Path) -> None:

@@ -170,6 +170,10 @@ _BY_KIND: dict[str, type[Error]] = {
     )
 }
 
+# Tracebacks name the classes as programs do.
+for _error in (Error, *_BY_KIND.values()):
+    _error.__module__ = "p2pmem"
+
 
 def make(
     kind: str,
