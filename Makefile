@@ -29,6 +29,9 @@ cargo := $(in) cargo --locked
 # `cargo test` with a fixed seed for property tests, so that results do not depend on chance.
 cargo-test := $(in) env PROPTEST_RNG_SEED=20 cargo --locked test
 
+# maturin builds the extension module of the Python package, and pytest tests it.
+all-but-python := --workspace --exclude p2pmem-python
+
 ifneq ($(origin KDIR),undefined)
 module-for := kdir $(KDIR)
 else ifneq ($(origin KREL),undefined)
@@ -89,8 +92,12 @@ debug-modules: debug-kernel ## build p2pmem.ko and the test modules for the debu
 demo-programs: testbed
 	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf -p p2pmem-preload
 
-user: sandbox ## build user space: library, C library, preload shim, p2pmemctl, exporter, examples
-	@$(cargo) build --manifest-path userspace/Cargo.toml --workspace --all-features --lib --bins --examples
+user: sandbox ## build user space: library, C library, Python package, preload shim, p2pmemctl, exporter, examples
+	@$(cargo) build --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --lib --bins --examples
+	@$(in) userspace/p2pmem-python/wheel
+
+wheel: sandbox ## build the optimized wheel of the Python package into build/python-release/
+	@$(in) userspace/p2pmem-python/wheel --release
 
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
 	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
@@ -112,8 +119,9 @@ rust-analyzer: modules
 endif
 
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
-	@$(cargo-test) --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
 	@$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast
+	@$(in) userspace/p2pmem-python/test
 
 test-vm: modules debug-modules user testbed ## run the tests in guests on the stock kernel and on the debug kernel
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(TESTS)
@@ -130,7 +138,7 @@ more-cases := P2PMEM_TIMES=10 PROPTEST_CASES=2560
 
 # Runs 25 times the rounds of a short run, and all tests, so that the reports are complete.
 test-long: modules debug-modules user testbed ## run all tests in guests with 25 times the rounds, property tests with 10 times the cases
-	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml --workspace --all-features --no-fail-fast
+	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
 	@$(in) env $(more-cases) cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
 	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
 
@@ -192,5 +200,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

@@ -17,8 +17,9 @@ fn width(at: usize, left: usize) -> usize {
     [8, 4, 2].into_iter().find(|w| at % w == 0 && left >= *w).unwrap_or(1)
 }
 
-/// Returns the width of the next access, and how many accesses of this width follow one another.
-fn run(at: usize, left: usize) -> (usize, usize) {
+/// Returns the width of the next access at the address `at`, and how many accesses of this width follow one another, for a
+/// copy of `left` bytes.
+pub fn run(at: usize, left: usize) -> (usize, usize) {
     match width(at, left) {
         8 => (8, left / 8),
         width => (width, 1),

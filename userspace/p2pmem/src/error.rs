@@ -46,6 +46,8 @@ pub enum Operation {
     Import,
     /// Allocating a stripe.
     Stripe,
+    /// Accessing the memory of a mapping.
+    Access,
 }
 
 impl fmt::Display for Operation {
@@ -65,6 +67,7 @@ impl fmt::Display for Operation {
             Self::Rules => "setting rules",
             Self::Import => "importing the buffer",
             Self::Stripe => "allocating the stripe",
+            Self::Access => "accessing the buffer",
         })
     }
 }
@@ -385,6 +388,7 @@ impl Error {
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
+            Self::Open { path, .. } if !path.starts_with("/dev/p2pmem") => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
                 Some(libc::EACCES | libc::EPERM) => {
@@ -419,7 +423,7 @@ impl Error {
                 _ => None,
             },
             Self::Refused {
-                operation: Operation::Map,
+                operation: Operation::Map | Operation::Access,
                 ..
             } => match errno {
                 Some(libc::ENODEV) => Some("the provider was removed: allocate again"),

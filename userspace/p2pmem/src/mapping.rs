@@ -12,7 +12,7 @@ use bytemuck::{AnyBitPattern, NoUninit};
 use p2pmem_access_sys::store_fence;
 
 use crate::direct::require_direct;
-use crate::error::{Error, Result};
+use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::origin::Origin;
 use crate::register::{Access, Handle, RegisterOptions, Registration};
@@ -161,6 +161,43 @@ impl Mapping {
         Ok(())
     }
 
+    /// Copies as [`Mapping::copy_to_slice`] does, and returns an error if an access raises SIGBUS because the provider was
+    /// removed. For programs that must not end then, such as interpreters of other languages. The first call installs a
+    /// handler of SIGBUS, which passes on signals of other origins. On processors other than x86-64, the program receives
+    /// SIGBUS.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`] if the access reaches past the mapping; [`Error::Refused`] with ENODEV if the buffer was
+    /// revoked: `out` then has a part of the bytes.
+    pub fn try_copy_to_slice(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        self.check(offset, out.len())?;
+        self.region.try_read(offset, out).map_err(|error| gone(&error))
+    }
+
+    /// Copies as [`Mapping::copy_from_slice`] does, and returns an error if an access raises SIGBUS, see
+    /// [`Mapping::try_copy_to_slice`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Mapping::try_copy_to_slice`]; a part of `data` may be written then.
+    pub fn try_copy_from_slice(&self, offset: usize, data: &[u8]) -> Result<()> {
+        self.check(offset, data.len())?;
+        self.region.try_write(offset, data).map_err(|error| gone(&error))
+    }
+
+    /// Fills as [`Mapping::fill`] does, and returns an error if an access raises SIGBUS, see [`Mapping::try_copy_to_slice`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Mapping::try_copy_to_slice`].
+    pub fn try_fill(&self, range: Range<usize>, byte: u8) -> Result<()> {
+        let len = self.length_of(&range)?;
+        self.region
+            .try_fill(range.start, len, byte)
+            .map_err(|error| gone(&error))
+    }
+
     /// Makes writes through this mapping visible to devices before any later operation, such as ringing a doorbell.
     /// Stores to a BAR can stay in the processor's write-combining buffers until then.
     pub fn flush(&self) {
@@ -278,6 +315,23 @@ impl Mapping {
     }
 }
 
+/// The error of an access to memory that is gone.
+fn gone(error: &io::Error) -> Error {
+    match error.raw_os_error() {
+        Some(libc::EFAULT) | None => Error::Refused {
+            operation: Operation::Access,
+            errno: libc::ENODEV,
+            reason: None,
+        },
+        // The handler of SIGBUS could not be installed.
+        Some(errno) => Error::Refused {
+            operation: Operation::Access,
+            errno,
+            reason: None,
+        },
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -334,6 +388,29 @@ mod tests {
         assert!(mapping.fill(0..4097, 1).is_err());
         #[allow(clippy::reversed_empty_ranges)]
         mapping.fill(8..4, 1).unwrap();
+    }
+
+    #[test]
+    fn guarded_copies_are_bounded_and_complete() {
+        let mapping = mapping(4096);
+        mapping.try_copy_from_slice(4090, b"abcdef").unwrap();
+        let mut back = [0; 6];
+        mapping.try_copy_to_slice(4090, &mut back).unwrap();
+        assert_eq!(&back, b"abcdef");
+        mapping.try_fill(4090..4093, b'x').unwrap();
+        assert_eq!(&mapping.read::<[u8; 6]>(4090).unwrap(), b"xxxdef");
+        assert!(matches!(
+            mapping.try_copy_to_slice(4091, &mut back),
+            Err(Error::OutOfBounds { .. })
+        ));
+        assert!(mapping.try_copy_from_slice(usize::MAX, b"a").is_err());
+        assert!(mapping.try_fill(0..4097, 0).is_err());
+        let error = gone(&io::Error::from_raw_os_error(libc::EFAULT));
+        assert_eq!(
+            (error.errno(), error.kind()),
+            (Some(libc::ENODEV), crate::ErrorKind::Removed)
+        );
+        assert!(error.remedy().unwrap().contains("allocate again"));
     }
 
     #[test]

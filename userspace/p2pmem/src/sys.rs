@@ -7,6 +7,7 @@
 //! bounds-checked volatile copies.
 #![allow(unsafe_code)]
 
+mod guard;
 #[cfg(feature = "verbs")]
 pub(crate) mod post;
 pub(crate) mod user;
@@ -465,6 +466,27 @@ impl Region {
         let to = self.at(offset, len);
         // SAFETY: as in read().
         unsafe { access::fill(to, len, byte) }
+    }
+
+    /// Copies as [`Region::read`] does, and returns EFAULT if an access raises SIGBUS.
+    pub(crate) fn try_read(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
+        let from = self.at(offset, out.len());
+        // SAFETY: as in read().
+        unsafe { guard::read(from, out) }
+    }
+
+    /// Copies as [`Region::write`] does, and returns EFAULT if an access raises SIGBUS.
+    pub(crate) fn try_write(&self, offset: usize, data: &[u8]) -> io::Result<()> {
+        let to = self.at(offset, data.len());
+        // SAFETY: as in read().
+        unsafe { guard::write(to, data) }
+    }
+
+    /// Fills as [`Region::fill`] does, and returns EFAULT if an access raises SIGBUS.
+    pub(crate) fn try_fill(&self, offset: usize, len: usize, byte: u8) -> io::Result<()> {
+        let to = self.at(offset, len);
+        // SAFETY: as in read().
+        unsafe { guard::fill(to, len, byte) }
     }
 
     /// Calls `pread()` once for at most `len` bytes of `file`, into the memory at `offset`. Returns the number of

@@ -40,6 +40,7 @@ mod packages;
 mod pairs;
 mod peer;
 mod perf;
+mod python;
 mod registration;
 mod runner;
 mod unplug;
@@ -69,6 +70,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (
         observe::TESTS,
         Kernels::Stock("the test checks tools of user space; other cases test what the module does for them"),
+    ),
+    (
+        python::TESTS,
+        Kernels::Stock("the test checks a package of user space; other cases test what the module does for it"),
     ),
     (
         iommu::TESTS,
