@@ -8,6 +8,8 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
+import time
 
 import p2pmem
 import pytest
@@ -18,6 +20,8 @@ import runner  # noqa: E402 pylint: disable=wrong-import-position
 
 #: Seconds that a command may take.
 LIMIT = runner.scaled(60)
+#: Exceptions that say that something took too long.
+TOO_LATE = (TimeoutError, subprocess.TimeoutExpired, threading.BrokenBarrierError)
 ACCEL0, ACCEL1 = os.environ["P2PMEM_DEV_ACCEL0"], os.environ["P2PMEM_DEV_ACCEL1"]
 
 
@@ -30,6 +34,35 @@ def ctl(*words):
 def provider(device, addr):
     """The provider at an address, or None."""
     return next((found for found in device.providers() if found.addr == addr), None)
+
+
+def wait_for(condition, what):
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(0.01)
+
+
+class Outcome:
+    """Whether tests failed, and whether time was all that they needed."""
+
+    late, wrong = 0, 0
+
+
+def pytest_runtest_makereport(call):
+    if call.excinfo is not None:
+        if isinstance(call.excinfo.value, TOO_LATE):
+            Outcome.late += 1
+        else:
+            Outcome.wrong += 1
+
+
+def pytest_sessionfinish(session):
+    # The harness then runs the tests once more.
+    if Outcome.late and not Outcome.wrong:
+        session.exitstatus = runner.LATE
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,8 +84,8 @@ def device():
     with p2pmem.Device() as device:
         before = device.info().buffers
         yield device
-        # The test has closed what it allocated.
-        assert device.info().buffers == before
+        # The test has closed what it allocated. What another process had may take a moment.
+        wait_for(lambda: device.info().buffers == before, "a buffer is left")
 
 
 @pytest.fixture
