@@ -69,7 +69,7 @@ def test_memory_near_a_drive(device):
         assert (path.provider, path.path_class) == (buffer.provider, p2pmem.PathClass.SAME_SWITCH)
         info = buffer.info()
         assert info.state == "live" and info.bus_addr
-        # Fresh memory is clear, whoever had it before.
+        # Fresh memory is clear, also if another buffer had it before.
         assert buffer.read(4096) == bytes(4096)
 
 
