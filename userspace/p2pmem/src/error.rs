@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::addr::PciAddr;
 use crate::full::FullProvider;
@@ -314,6 +314,12 @@ pub enum ErrorKind {
     Other,
 }
 
+/// Returns whether a path names the module's device: its last component is `p2pmem`. A missing file of another name, such
+/// as a file of rules, does not show that the module is missing.
+fn is_module_device(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name == "p2pmem")
+}
+
 impl Error {
     /// Returns the kind of the error.
     pub fn kind(&self) -> ErrorKind {
@@ -338,7 +344,7 @@ impl Error {
             (Self::Transfer { .. } | Self::Rdma { .. } | Self::Deregister { .. }, _) => Kind::Transfer,
             (Self::ShortWrite { .. }, _) => Kind::Io,
             (Self::Open { path, .. }, Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) => {
-                if path.starts_with("/dev/p2pmem") {
+                if is_module_device(path) {
                     Kind::ModuleMissing
                 } else {
                     Kind::NotFound
@@ -388,7 +394,7 @@ impl Error {
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
-            Self::Open { path, .. } if !path.starts_with("/dev/p2pmem") => None,
+            Self::Open { path, .. } if !is_module_device(path) => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
                 Some(libc::EACCES | libc::EPERM) => {

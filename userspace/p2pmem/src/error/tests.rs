@@ -84,7 +84,10 @@ fn kinds_distinguish_errors_of_one_errno() {
         error: io::Error::from_raw_os_error(libc::ENOENT),
     };
     assert_eq!(open("/dev/p2pmem").kind(), ErrorKind::ModuleMissing);
-    assert_eq!(open("/data/samples").kind(), ErrorKind::NotFound);
+    for other in ["/data/samples", "/etc/p2pmem/10-users.toml", "/dev/nvme0n1"] {
+        assert_eq!(open(other).kind(), ErrorKind::NotFound, "{other}");
+        assert_eq!(open(other).remedy(), None, "{other}");
+    }
 }
 
 #[test]
