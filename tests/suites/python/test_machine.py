@@ -262,7 +262,7 @@ def test_rules_are_root_s(device):
     mode = os.stat("/dev/p2pmem").st_mode
     os.chmod("/dev/p2pmem", 0o660)
     denied = as_user(NOBODY, p2pmem.Device)
-    assert re.match(rf"PermissionDeniedError\|{errno.EACCES}\|run as root, or give your group", denied), denied
+    assert re.match(rf"PermissionDeniedError\|{errno.EACCES}\|run as root, or join the group", denied), denied
     os.chmod("/dev/p2pmem", 0o666)
     try:
         state = rules.add(Rule("10-nobody", uid=NOBODY, action="deny"))

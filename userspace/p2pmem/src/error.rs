@@ -398,7 +398,7 @@ impl Error {
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
                 Some(libc::EACCES | libc::EPERM) => {
-                    Some("run as root, or give your group access to the device by a udev rule")
+                    Some("run as root, or join the group of the device (usermod -aG p2pmem USER) and log in again")
                 }
                 Some(libc::ENXIO | libc::ENODEV) => Some("the module was unloaded: modprobe p2pmem"),
                 _ => None,
