@@ -100,10 +100,10 @@ def accel1(device):
 @pytest.fixture
 def counted():
     """A function that returns what the devices have counted since the test began: the numbers of one device."""
-    before = runner.ask({"op": "snapshot"})
+    before = runner.request_runner({"op": "snapshot"})
 
     def since(name, *path):
-        start, now = before[name], runner.ask({"op": "snapshot"})[name]
+        start, now = before[name], runner.request_runner({"op": "snapshot"})[name]
         for step in path:
             start, now = start.get(step, {}), now.get(step, {})
         return {key: value - start.get(key, 0) for key, value in now.items()}
