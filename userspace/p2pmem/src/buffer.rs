@@ -102,7 +102,7 @@ impl Buffer {
     }
 
     /// Returns the offset at which `mmap()` of the device's file maps the buffer, for programs that call `mmap()`
-    /// themselves.
+    /// themselves; 0 with another backend than [`Backend::Module`](crate::Backend), which has no such file.
     pub fn mmap_offset(&self) -> u64 {
         self.mmap_offset
     }
@@ -151,9 +151,8 @@ impl Buffer {
         };
         let len = usize::try_from(self.size()).map_err(|_| refused(libc::ENOMEM))?;
         // mmap() records no message, so none is read.
-        let map = self.origin.device.kernel().map(self.mmap_offset, len);
+        let map = self.origin.device.kernel().map(self.handle(), self.mmap_offset, len);
         let region = map.map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let region = Arc::new(region);
         *self.mapped.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&region);
         Ok(Mapping::new(self.origin.clone(), region))
     }

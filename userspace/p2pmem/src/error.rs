@@ -7,6 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::addr::PciAddr;
+use crate::backend::{Backend, Capability};
 use crate::full::FullProvider;
 use crate::types::RegistrationMethod;
 
@@ -103,6 +104,35 @@ pub enum Error {
         module: u32,
         /// This library's version.
         program: u32,
+    },
+
+    /// The device's backend does not support an operation.
+    #[error("the backend {backend} does not support {}", capability.description())]
+    NotSupported {
+        /// The backend of the device.
+        backend: Backend,
+        /// What the operation needs.
+        capability: Capability,
+    },
+
+    /// A backend has no memory that this program can use.
+    #[error("the backend {backend} has no memory for this program: {why}")]
+    Unavailable {
+        /// The backend.
+        backend: Backend,
+        /// What is missing.
+        why: String,
+        /// What to do about it.
+        remedy: &'static str,
+    },
+
+    /// The module is not loaded, and no other backend has memory that this program can use.
+    #[error("{module}; {}", list(others))]
+    NoBackend {
+        /// Why the module's device could not be opened.
+        module: Box<Error>,
+        /// Why the other backends cannot be used, in the order of [`Backend`].
+        others: Vec<Error>,
     },
 
     /// The module refused an operation.
@@ -278,6 +308,8 @@ pub enum Error {
 pub enum ErrorKind {
     /// The module is not loaded, or was unloaded.
     ModuleMissing,
+    /// A backend has no memory that this program can use.
+    BackendUnavailable,
     /// Module or libraries do not fit this program's version.
     Incompatible,
     /// The user does not have the permission: EACCES or EPERM.
@@ -334,6 +366,9 @@ impl Error {
         );
         match (self, self.errno()) {
             (Self::Abi { .. }, _) => Kind::Incompatible,
+            (Self::NotSupported { .. }, _) => Kind::Unsupported,
+            (Self::Unavailable { .. }, _) => Kind::BackendUnavailable,
+            (Self::NoBackend { module, .. }, _) => module.kind(),
             (Self::Client { .. } | Self::Request(_) | Self::OutOfBounds { .. } | Self::NotDirect, _) => {
                 Kind::InvalidRequest
             }
@@ -375,6 +410,7 @@ impl Error {
         match self {
             Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
             Self::Refused { errno, .. } | Self::NoSpace { errno, .. } | Self::Register { errno, .. } => Some(*errno),
+            Self::NoBackend { module, .. } => module.errno(),
             _ => None,
         }
     }
@@ -394,6 +430,16 @@ impl Error {
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
+            Self::NotSupported { backend, capability } => not_supported_remedy(*backend, *capability),
+            Self::Unavailable { remedy, .. } => Some(remedy),
+            Self::NoBackend { .. } => Some(
+                "load the module: modprobe p2pmem; `p2pmemctl scan` shows what each other source of memory needs",
+            ),
+            Self::Open { path, .. } if path.starts_with("/dev/vfio") => vfio_remedy(errno),
+            Self::Open { path, .. } if path.ends_with("p2pmem/allocate") => match errno {
+                Some(libc::EACCES | libc::EPERM) => Some("run as root, or give your user access to the file: chown"),
+                _ => None,
+            },
             Self::Open { path, .. } if !is_module_device(path) => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
@@ -482,6 +528,43 @@ impl Error {
             _ => None,
         }
     }
+}
+
+/// What to do where a backend does not support something.
+fn not_supported_remedy(backend: Backend, capability: Capability) -> Option<&'static str> {
+    match (backend, capability) {
+        (Backend::Module, _) => None,
+        (Backend::Driver, Capability::DmaBuf) => None,
+        (Backend::Driver, _) => Some("allocate with the driver's own interface, and pass its dma-buf to DmaBuf::from_fd()"),
+        (Backend::Sysfs, Capability::DmaBuf) => Some(
+            "load the module (modprobe p2pmem), which exports the memory of known BARs; or use a device that is bound to \
+             vfio-pci: DeviceOptions::needs(Capability::DmaBuf)",
+        ),
+        (Backend::Vfio, Capability::DirectIo) => Some(
+            "load the module (modprobe p2pmem) and publish the device; or use memory that a driver published: \
+             DeviceOptions::needs(Capability::DirectIo)",
+        ),
+        (_, Capability::Sharing) => Some(
+            "load the module: modprobe p2pmem; a process that only registers the memory with a NIC uses DmaBuf::from_fd()",
+        ),
+        _ => Some("load the module: modprobe p2pmem"),
+    }
+}
+
+/// What to do where a device node of VFIO cannot be opened.
+fn vfio_remedy(errno: Option<i32>) -> Option<&'static str> {
+    match errno? {
+        libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the device node: chown"),
+        libc::EBUSY => Some("another program, such as a virtual machine, has the device: end that program"),
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => Some("load VFIO, and bind the device to it: modprobe vfio-pci"),
+        _ => None,
+    }
+}
+
+/// Errors as one text.
+fn list(errors: &[Error]) -> String {
+    let all: Vec<_> = errors.iter().map(Error::to_string).collect();
+    all.join("; ")
 }
 
 /// Returns the text of each full provider, after a semicolon.

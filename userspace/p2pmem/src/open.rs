@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Opening a device: the module, or another backend.
+
+use std::path::PathBuf;
+
+use crate::addr::PciAddr;
+use crate::backend::{Backend, Capability};
+use crate::device::{Device, DEFAULT_PATH};
+use crate::error::{Error, Result};
+use crate::standalone;
+
+/// Which backend a program wants, and what the backend must support.
+///
+/// ```no_run
+/// use p2pmem::{Backend, Capability, DeviceOptions};
+///
+/// // The first backend whose memory can be registered with a NIC.
+/// let device = DeviceOptions::new().needs(Capability::DmaBuf).open()?;
+/// // BAR 0 of one device by vfio-pci, although the device has a larger BAR for memory.
+/// let registers = DeviceOptions::new().bar("0000:03:00.0".parse()?, 0).open()?;
+/// assert_eq!(registers.backend(), Backend::Vfio);
+/// # let _ = device;
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct DeviceOptions {
+    backend: Option<Backend>,
+    needs: Vec<Capability>,
+    bars: Vec<(PciAddr, u8)>,
+    path: PathBuf,
+    root: PathBuf,
+}
+
+impl Default for DeviceOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl DeviceOptions {
+    /// Selects the preferred backend that has memory on this machine.
+    pub fn new() -> Self {
+        Self {
+            backend: None,
+            needs: Vec::new(),
+            bars: Vec::new(),
+            path: DEFAULT_PATH.into(),
+            root: "/".into(),
+        }
+    }
+
+    /// Selects this backend and no other.
+    pub fn backend(mut self, backend: Backend) -> Self {
+        self.backend = Some(backend);
+        self
+    }
+
+    /// Excludes backends without a capability.
+    pub fn needs(mut self, capability: Capability) -> Self {
+        self.needs.push(capability);
+        self
+    }
+
+    /// Selects a BAR of a device for vfio-pci, instead of the largest BAR for memory. The backend is then
+    /// [`Backend::Vfio`]. Writes to a BAR with registers can make the device or the machine fail.
+    pub fn bar(mut self, device: PciAddr, bar: u8) -> Self {
+        self.bars.push((device, bar));
+        self.backend(Backend::Vfio)
+    }
+
+    /// Another machine's file system, and the path of the module's device, for tests.
+    #[cfg(test)]
+    pub(crate) fn of_machine(mut self, root: &std::path::Path) -> Self {
+        root.clone_into(&mut self.root);
+        self.path = root.join("dev/p2pmem");
+        self
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Device::open`]; [`Error::NotSupported`] if the backend that was named does not have a capability that is
+    /// needed; [`Error::Unavailable`] or [`Error::Open`] if it has no memory that the program can use; [`Error::Client`] and
+    /// [`Error::Request`] if a BAR that was named does not exist.
+    pub fn open(&self) -> Result<Device> {
+        if let Some(backend) = self.backend {
+            return self.open_backend(backend);
+        }
+        let module = match self.open_backend(Backend::Module) {
+            // If the module is loaded, its rules apply: another backend would bypass them.
+            Err(error @ Error::Open { .. })
+                if matches!(error.errno(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) =>
+            {
+                error
+            }
+            result => return result,
+        };
+        let mut others = Vec::new();
+        for backend in [Backend::Sysfs, Backend::Vfio] {
+            match self.open_backend(backend) {
+                Ok(device) => return Ok(device),
+                Err(error) => others.push(error),
+            }
+        }
+        Err(Error::NoBackend {
+            module: Box::new(module),
+            others,
+        })
+    }
+
+    fn open_backend(&self, backend: Backend) -> Result<Device> {
+        if let Some(capability) = self.needs.iter().find(|needed| !backend.supports(**needed)) {
+            return Err(Error::NotSupported {
+                backend,
+                capability: *capability,
+            });
+        }
+        match backend {
+            Backend::Module => Device::open_path(&self.path),
+            _ => standalone::open(&self.root, backend, &self.bars).map(Device::with),
+        }
+    }
+}
+
+impl Device {
+    /// Opens `/dev/p2pmem`. If the module is not loaded, opens the next backend that has memory on this machine: memory that a
+    /// driver published ([`Backend::Sysfs`]), then BARs of devices that are bound to vfio-pci ([`Backend::Vfio`]).
+    /// [`Device::backend`] says which one it is, and [`DeviceOptions`] requires one or excludes some.
+    ///
+    /// An operation that the backend does not support fails with [`Error::NotSupported`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoBackend`] if the module is not loaded and no other backend has memory; [`Error::Open`] if the module's
+    /// device is not accessible; [`Error::Abi`] if the module and this library have no version of the ABI in common.
+    pub fn open() -> Result<Self> {
+        DeviceOptions::new().open()
+    }
+
+    /// Opens a backend.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`DeviceOptions::open`].
+    pub fn open_backend(backend: Backend) -> Result<Self> {
+        DeviceOptions::new().backend(backend).open()
+    }
+}
+
+#[cfg(test)]
+mod tests;
