@@ -302,11 +302,12 @@ const char *p2pmem_last_error(void);
 const char *p2pmem_last_remedy(void);
 
 /**
- * Opens the module's device at path. If path is NULL, opens /dev/p2pmem, or another backend that has memory on this machine
- * if the module is not loaded: see p2pmem_backend(). A call that the backend does not support fails with -EOPNOTSUPP.
+ * Opens the module's device at path. If path is NULL, opens /dev/p2pmem or, if the module is not loaded, another
+ * backend that has memory on this machine. p2pmem_backend() returns the backend. A call that the backend does not
+ * support fails with -EOPNOTSUPP.
  *
- * Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library are of
- * incompatible versions), -ENOTTY (the file is no p2pmem device).
+ * Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library
+ * are of incompatible versions), -ENOTTY (the file is no p2pmem device).
  *
  * # Safety
  *
@@ -318,8 +319,8 @@ int p2pmem_open(const char *path,
 /**
  * Opens a backend, P2PMEM_BACKEND_*.
  *
- * Errors: -ENODEV (the backend has no memory on this machine: the remedy says what it needs), -EACCES, -EBUSY, and those of
- * p2pmem_open().
+ * Errors: -EINVAL (no such backend), -ENODEV (the backend has no memory on this machine; p2pmem_last_remedy() returns
+ * what the backend needs), -EACCES, -EBUSY, and the errors of p2pmem_open().
  *
  * # Safety
  *
@@ -565,22 +566,22 @@ int p2pmem_register(const struct p2pmem_buf *buf,
                     struct p2pmem_reg **out);
 
 /**
- * Accepts a dma-buf of any driver: of a GPU (CUDA's cuMemGetHandleForAddressRange()), of vfio-pci, of a heap, or of a buffer
- * of another process. The caller still closes fd. device is the PCI address of the device that has the memory, or NULL if
- * it is not known: then p2pmem_dmabuf_path() fails.
+ * Accepts a dma-buf of any driver: from a GPU driver (CUDA's cuMemGetHandleForAddressRange()), vfio-pci, a heap, or a
+ * buffer of another process. The caller still closes fd. device is the PCI address of the device that has the memory.
+ * It can be NULL; p2pmem_dmabuf_path() then fails.
  *
- * Errors: -EBADF, -EINVAL (fd is no dma-buf, or device is no PCI address), -EMFILE.
+ * Errors: -EBADF, -EINVAL (fd is not a dma-buf, or device is not a PCI address), -EMFILE.
  *
  * # Safety
  *
- * fd must be a descriptor that stays open during the call, or none, device NULL or a string, out valid.
+ * device must be NULL or a string, out valid. If fd is a descriptor, it must stay open during the call.
  */
 int p2pmem_dmabuf_open(int fd,
                        const char *device,
                        struct p2pmem_dmabuf **out);
 
 /**
- * Ends the use of a dma-buf. Registrations keep the memory. NULL is allowed.
+ * Closes a dma-buf. Registrations of the dma-buf keep the memory. NULL is allowed.
  *
  * # Safety
  *
@@ -598,8 +599,8 @@ void p2pmem_dmabuf_close(struct p2pmem_dmabuf *dmabuf);
 uint64_t p2pmem_dmabuf_size(const struct p2pmem_dmabuf *dmabuf);
 
 /**
- * Writes the name of the driver that exported the memory, "" if it is not known. Writes at most capacity bytes to text,
- * including the NUL, and returns the length of the whole text, as snprintf() does.
+ * Writes the name of the driver that exported the memory, or "" if the name is not known. Writes at most capacity
+ * bytes to text, including the NUL, and returns the length of the whole text, as snprintf() does.
  *
  * # Safety
  *
@@ -610,10 +611,10 @@ int p2pmem_dmabuf_exporter(const struct p2pmem_dmabuf *dmabuf,
                            size_t capacity);
 
 /**
- * Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A path
- * through the root complex counts as reachable; if it is not, registration fails.
+ * Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A
+ * path through the root complex counts as reachable. If the client cannot reach the memory, the registration fails.
  *
- * Errors: -EINVAL (the device of the memory is not known), -ENODEV (a device does not exist).
+ * Errors: -EINVAL (the device that has the memory is not known), -ENODEV (a device does not exist).
  *
  * # Safety
  *
@@ -623,13 +624,13 @@ int p2pmem_dmabuf_path(const struct p2pmem_dmabuf *dmabuf,
                        const char *client);
 
 /**
- * Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest. Work
- * requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end before the
- * protection domain does.
+ * Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest.
+ * Work requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end
+ * before the protection domain does.
  *
- * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it cannot
- * revoke), -EHOSTUNREACH and -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked), -ENOMEM, -ENOSYS
- * (no libibverbs, or too old a version).
+ * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it
+ * cannot revoke), -EHOSTUNREACH or -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked),
+ * -ENOMEM, -ENOSYS (libibverbs is not installed, or too old).
  *
  * # Safety
  *

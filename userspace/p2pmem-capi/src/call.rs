@@ -192,17 +192,17 @@ impl Want {
     }
 }
 
-/// Converts the number of a backend.
+/// Returns the backend with the number P2PMEM_BACKEND_*.
 pub(crate) fn backend(number: c_uint) -> Result<Backend, Failure> {
     match number {
         P2PMEM_BACKEND_MODULE => Ok(Backend::Module),
         P2PMEM_BACKEND_SYSFS => Ok(Backend::Sysfs),
         P2PMEM_BACKEND_VFIO => Ok(Backend::Vfio),
-        _ => Err(Failure::argument(format!("{number} is no backend"))),
+        _ => Err(Failure::argument(format!("{number} is not a backend"))),
     }
 }
 
-/// The number of a device's backend, 0 for one that this library does not know.
+/// Returns the number of a device's backend, P2PMEM_BACKEND_*; 0 for a backend that this library does not know.
 pub(crate) fn backend_number(backend: Backend) -> c_int {
     let number = match backend {
         Backend::Module => P2PMEM_BACKEND_MODULE,
@@ -213,7 +213,7 @@ pub(crate) fn backend_number(backend: Backend) -> c_int {
     number as c_int
 }
 
-/// The capabilities of a backend as bits.
+/// Returns the capabilities of a backend, P2PMEM_CAN_* bits.
 pub(crate) fn capabilities(backend: Backend) -> c_int {
     let bits = backend.capabilities().iter().map(|capability| match capability {
         Capability::Mapping => P2PMEM_CAN_MAP,
@@ -230,7 +230,7 @@ pub(crate) fn capabilities(backend: Backend) -> c_int {
     bits.fold(0, |all, bit| all | bit) as c_int
 }
 
-/// A dma-buf of any driver, in the memory of the PCI function with this address, if it is known.
+/// Returns a dma-buf of any driver. `device` is the PCI address of the function that has the memory, if it is known.
 pub(crate) fn dmabuf(fd: BorrowedFd<'_>, device: Option<&str>) -> Result<DmaBuf, Failure> {
     let device = match device.map(str::parse::<PciAddr>) {
         Some(Err(error)) => return Err(Failure::argument(error.to_string())),
@@ -239,7 +239,7 @@ pub(crate) fn dmabuf(fd: BorrowedFd<'_>, device: Option<&str>) -> Result<DmaBuf,
     };
     let own = fd.try_clone_to_owned().map_err(|error| Failure {
         errno: error.raw_os_error().unwrap_or(libc::EIO),
-        text: format!("the descriptor cannot be duplicated: {error}"),
+        text: format!("cannot duplicate the descriptor: {error}"),
         remedy: None,
     })?;
     let dmabuf = DmaBuf::from_fd(own)?;
@@ -249,12 +249,12 @@ pub(crate) fn dmabuf(fd: BorrowedFd<'_>, device: Option<&str>) -> Result<DmaBuf,
     })
 }
 
-/// The class of the path between a dma-buf and a client.
+/// Returns the class of the path between a dma-buf and a client, P2PMEM_CLASS_*.
 pub(crate) fn path_class(dmabuf: &DmaBuf, client: &str) -> Result<c_int, Failure> {
     let class = dmabuf.path_to(&Client::resolve(client)?)?.class;
-    // The numbers of classes are their places.
-    let place = PathClass::ALL.iter().position(|other| *other == class);
-    Ok(place.map_or(0, |place| count(place + 1)))
+    // The number of a class is its index in PathClass::ALL plus 1.
+    let index = PathClass::ALL.iter().position(|other| *other == class);
+    Ok(index.map_or(0, |index| count(index + 1)))
 }
 
 /// Returns a string in a fixed array, always with a NUL.

@@ -262,11 +262,12 @@ pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
     last(true)
 }
 
-/// Opens the module's device at path. If path is NULL, opens /dev/p2pmem, or another backend that has memory on this machine
-/// if the module is not loaded: see p2pmem_backend(). A call that the backend does not support fails with -EOPNOTSUPP.
+/// Opens the module's device at path. If path is NULL, opens /dev/p2pmem or, if the module is not loaded, another
+/// backend that has memory on this machine. p2pmem_backend() returns the backend. A call that the backend does not
+/// support fails with -EOPNOTSUPP.
 ///
-/// Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library are of
-/// incompatible versions), -ENOTTY (the file is no p2pmem device).
+/// Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library
+/// are of incompatible versions), -ENOTTY (the file is no p2pmem device).
 ///
 /// # Safety
 ///
@@ -292,8 +293,8 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
 
 /// Opens a backend, P2PMEM_BACKEND_*.
 ///
-/// Errors: -ENODEV (the backend has no memory on this machine: the remedy says what it needs), -EACCES, -EBUSY, and those of
-/// p2pmem_open().
+/// Errors: -EINVAL (no such backend), -ENODEV (the backend has no memory on this machine; p2pmem_last_remedy() returns
+/// what the backend needs), -EACCES, -EBUSY, and the errors of p2pmem_open().
 ///
 /// # Safety
 ///
@@ -676,15 +677,15 @@ pub unsafe extern "C" fn p2pmem_register(
     })
 }
 
-/// Accepts a dma-buf of any driver: of a GPU (CUDA's cuMemGetHandleForAddressRange()), of vfio-pci, of a heap, or of a buffer
-/// of another process. The caller still closes fd. device is the PCI address of the device that has the memory, or NULL if
-/// it is not known: then p2pmem_dmabuf_path() fails.
+/// Accepts a dma-buf of any driver: from a GPU driver (CUDA's cuMemGetHandleForAddressRange()), vfio-pci, a heap, or a
+/// buffer of another process. The caller still closes fd. device is the PCI address of the device that has the memory.
+/// It can be NULL; p2pmem_dmabuf_path() then fails.
 ///
-/// Errors: -EBADF, -EINVAL (fd is no dma-buf, or device is no PCI address), -EMFILE.
+/// Errors: -EBADF, -EINVAL (fd is not a dma-buf, or device is not a PCI address), -EMFILE.
 ///
 /// # Safety
 ///
-/// fd must be a descriptor that stays open during the call, or none, device NULL or a string, out valid.
+/// device must be NULL or a string, out valid. If fd is a descriptor, it must stay open during the call.
 #[no_mangle]
 pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, out: *mut *mut p2pmem_dmabuf) -> c_int {
     run("p2pmem_dmabuf_open", || {
@@ -693,12 +694,13 @@ pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, ou
         if fd < 0 {
             return Err(Failure::bad_descriptor(fd));
         }
-        // SAFETY: it is not -1, and stays open during the call; a number that is no descriptor is refused by the kernel.
+        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
+        // refuses a number that is not a descriptor.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         let device = if device.is_null() {
             None
         } else {
-            // SAFETY: not null, so it is a string.
+            // SAFETY: the pointer is not NULL, so it points to a string (this function's contract).
             Some(unsafe { CStr::from_ptr(device) }.to_string_lossy())
         };
         *out = Box::into_raw(Box::new(p2pmem_dmabuf(call::dmabuf(fd, device.as_deref())?)));
@@ -706,7 +708,7 @@ pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, ou
     })
 }
 
-/// Ends the use of a dma-buf. Registrations keep the memory. NULL is allowed.
+/// Closes a dma-buf. Registrations of the dma-buf keep the memory. NULL is allowed.
 ///
 /// # Safety
 ///
@@ -731,8 +733,8 @@ pub unsafe extern "C" fn p2pmem_dmabuf_size(dmabuf: *const p2pmem_dmabuf) -> u64
     unsafe { dmabuf.as_ref() }.map_or(0, |dmabuf| dmabuf.0.size())
 }
 
-/// Writes the name of the driver that exported the memory, "" if it is not known. Writes at most capacity bytes to text,
-/// including the NUL, and returns the length of the whole text, as snprintf() does.
+/// Writes the name of the driver that exported the memory, or "" if the name is not known. Writes at most capacity
+/// bytes to text, including the NUL, and returns the length of the whole text, as snprintf() does.
 ///
 /// # Safety
 ///
@@ -751,10 +753,10 @@ pub unsafe extern "C" fn p2pmem_dmabuf_exporter(
     })
 }
 
-/// Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A path
-/// through the root complex counts as reachable; if it is not, registration fails.
+/// Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A
+/// path through the root complex counts as reachable. If the client cannot reach the memory, the registration fails.
 ///
-/// Errors: -EINVAL (the device of the memory is not known), -ENODEV (a device does not exist).
+/// Errors: -EINVAL (the device that has the memory is not known), -ENODEV (a device does not exist).
 ///
 /// # Safety
 ///
@@ -764,19 +766,19 @@ pub unsafe extern "C" fn p2pmem_dmabuf_path(dmabuf: *const p2pmem_dmabuf, client
     run("p2pmem_dmabuf_path", || {
         // SAFETY: this function's contract.
         let (dmabuf, client) = unsafe { (input(dmabuf, "dmabuf")?, input(client, "client")?) };
-        // SAFETY: this function's contract: it is a string.
+        // SAFETY: `client` is a string (this function's contract).
         let client = unsafe { CStr::from_ptr(client) }.to_string_lossy();
         call::path_class(&dmabuf.0, &client)
     })
 }
 
-/// Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest. Work
-/// requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end before the
-/// protection domain does.
+/// Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest.
+/// Work requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end
+/// before the protection domain does.
 ///
-/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it cannot
-/// revoke), -EHOSTUNREACH and -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked), -ENOMEM, -ENOSYS
-/// (no libibverbs, or too old a version).
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it
+/// cannot revoke), -EHOSTUNREACH or -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked),
+/// -ENOMEM, -ENOSYS (libibverbs is not installed, or too old).
 ///
 /// # Safety
 ///
@@ -794,7 +796,7 @@ pub unsafe extern "C" fn p2pmem_dmabuf_register(
         // SAFETY: this function's contract.
         let (dmabuf, out) = unsafe { (input(dmabuf, "dmabuf")?, output(out, "out")?) };
         let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
-        // SAFETY: this function's contract: the domain lives until the registration is ended.
+        // SAFETY: the domain lives until the registration is ended (this function's contract).
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
         let range = range(dmabuf.0.size(), offset, length);
         let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range);

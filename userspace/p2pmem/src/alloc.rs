@@ -30,11 +30,12 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoSpace`] if providers are too small
-    /// (ENODEV) or full (ENOSPC), with their sizes and holders; [`Error::Refused`], with the module's message, for
-    /// EINVAL, ENODEV (no provider can ever serve the request, or a client does not exist), EACCES (a rule denies the
-    /// memory), EDQUOT (a quota or the cgroup's limit is exceeded), ENOMEM, or EMFILE; [`Error::NotSupported`] for a
-    /// strategy or an alignment that the backend does not support; [`Error::Open`] if a device node of VFIO cannot be opened.
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NotSupported`] for a strategy or an
+    /// alignment that the backend does not support; [`Error::NoSpace`] if providers are too small (ENODEV) or full
+    /// (ENOSPC), with their sizes and holders; [`Error::Open`] if a device node of VFIO cannot be opened;
+    /// [`Error::Refused`], with the module's message, for EINVAL, ENODEV (no provider can ever serve the request, or a
+    /// client does not exist), EACCES (a rule denies the memory), EDQUOT (a quota or the cgroup's limit is exceeded),
+    /// ENOMEM, or EMFILE.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
         if request.strategy == Strategy::Stripe {
             return Err(Error::Request(
@@ -92,8 +93,8 @@ impl Device {
     /// # Errors
     ///
     /// [`Error::Refused`] with EINVAL (not a dma-buf), EXDEV (a dma-buf of another driver), EACCES (a dma-buf of parts
-    /// of a buffer), ENODEV (the buffer was revoked), or EMFILE (too many handles);
-    /// [`Error::NotSupported`].
+    /// of a buffer), ENODEV (the buffer was revoked), or EMFILE (too many handles); [`Error::NotSupported`] if the
+    /// backend is not the module.
     pub fn import(&self, shared: impl AsFd) -> Result<Buffer> {
         self.require(Capability::Sharing)?;
         let got = self.call(Operation::Import, |k| k.import(shared.as_fd()))?;

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Backends: the interfaces that hand out a device's memory, and the capabilities of each.
+//! Backends: the interfaces that provide a device's memory, and the capabilities of each.
 
 use std::fmt;
 
-/// An interface that hands out a device's memory, in the order in which the library prefers them.
+/// An interface that provides a device's memory. The order of the variants is the order in which the library prefers
+/// them.
 ///
 /// ```
 /// use p2pmem::{Backend, Capability};
@@ -17,14 +18,15 @@ use std::fmt;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Backend {
-    /// This project's module, by `/dev/p2pmem`.
+    /// The p2pmem module, by `/dev/p2pmem`.
     Module,
-    /// The kernel's sysfs file `p2pmem/allocate`: `mmap()` of memory that the device's driver published. From Linux 6.2 on.
+    /// The kernel's sysfs file `p2pmem/allocate`: `mmap()` of memory that the device's driver published. Needs Linux
+    /// 6.2.
     Sysfs,
-    /// The dma-buf export of vfio-pci. From Linux 6.19 on; the device needs an IOMMU.
+    /// The dma-buf export of vfio-pci. Needs Linux 6.19 and an IOMMU.
     Vfio,
-    /// The interfaces of the driver that owns the memory, such as a GPU's. A program calls the driver itself and passes the
-    /// dma-buf to [`DmaBuf::from_fd`](crate::DmaBuf::from_fd).
+    /// The interfaces of the driver that owns the memory, such as a GPU driver. A program calls the driver and passes
+    /// the dma-buf to [`DmaBuf::from_fd`](crate::DmaBuf::from_fd).
     Driver,
 }
 
@@ -39,14 +41,15 @@ pub enum Capability {
     DirectIo,
     /// Buffers can be exported as dma-bufs, and so be registered with NICs.
     DmaBuf,
-    /// Rules of the administrator and of the program limit which memory is used.
+    /// Rules of the administrator and of the program limit which memory a program uses.
     Rules,
-    /// Quotas limit how much memory a user holds.
+    /// Quotas limit how many bytes a user holds.
     Quotas,
-    /// The removal of a provider does not wait for programs: it ends mappings, dma-bufs and registrations, and each program
-    /// gets an event.
+    /// The removal of a provider does not wait for programs. It revokes mappings, dma-bufs and registrations, and each
+    /// program gets an event.
     Revoke,
-    /// Strategies other than nearest, and stripes; with memory whose place in the BAR is unknown also alignments above a page.
+    /// Strategies other than nearest, and stripes. For memory whose offset in the BAR is unknown, also alignments of
+    /// more than a page.
     Placement,
     /// A buffer can be passed to another process, which can map it.
     Sharing,
@@ -68,7 +71,7 @@ impl Capability {
         Self::Clearing,
     ];
 
-    /// Returns the capability, as part of a message.
+    /// Returns the capability as part of a message.
     pub fn description(self) -> &'static str {
         match self {
             Self::Mapping => "mappings",
@@ -101,7 +104,8 @@ impl fmt::Display for Capability {
 }
 
 impl Backend {
-    /// The backends of [`Device`](crate::Device), the preferred one first.
+    /// The backends of [`Device`](crate::Device), in the order in which [`Device::open`](crate::Device::open) tries
+    /// them.
     pub const OF_DEVICES: [Self; 3] = [Self::Module, Self::Sysfs, Self::Vfio];
 
     /// Returns the capabilities of the backend.
@@ -143,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_those_of_the_json_output() {
+    fn display_names_equal_json_names() {
         for backend in [Backend::Module, Backend::Sysfs, Backend::Vfio, Backend::Driver] {
             let json = serde_json::to_string(&backend).unwrap();
             assert_eq!(json, format!("\"{backend}\""));

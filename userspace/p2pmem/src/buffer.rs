@@ -102,7 +102,7 @@ impl Buffer {
     }
 
     /// Returns the offset at which `mmap()` of the device's file maps the buffer, for programs that call `mmap()`
-    /// themselves; 0 with another backend than [`Backend::Module`](crate::Backend), which has no such file.
+    /// themselves; 0 if the backend is not [`Backend::Module`](crate::Backend::Module): other backends have no file.
     pub fn mmap_offset(&self) -> u64 {
         self.mmap_offset
     }

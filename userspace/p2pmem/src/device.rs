@@ -27,7 +27,8 @@ pub const DEFAULT_PATH: &str = "/dev/p2pmem";
 /// Most attempts to read an answer that grew between the query for its size and the query for its content.
 const MAX_ATTEMPTS: usize = 8;
 
-/// An open `/dev/p2pmem`, or another backend. Clones share the open file; buffers allocated through the device keep the file open.
+/// An open `/dev/p2pmem`, or another [`Backend`]. Clones share the open file; buffers allocated through the device keep
+/// the file open.
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
@@ -122,14 +123,15 @@ impl Device {
     /// Fails if the backend does not support the strategy or the alignment of a request.
     pub(crate) fn require_for(&self, request: &Request) -> Result<()> {
         let backend = self.backend();
-        let known_place = backend != Backend::Sysfs;
-        if request.strategy == Strategy::Nearest && (known_place || request.align <= page_size()) {
+        // The sysfs backend does not know the memory's place in the BAR.
+        let is_aligned = backend != Backend::Sysfs || request.align <= page_size();
+        if request.strategy == Strategy::Nearest && is_aligned {
             return Ok(());
         }
         self.require(Capability::Placement)
     }
 
-    /// Calls the module. On an error, reads the module's message about the error.
+    /// Calls the backend. On an error, reads the backend's message about the error.
     pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
         let _guard = self.lock();
         self.call_locked(operation, f)
@@ -403,8 +405,7 @@ impl Device {
     }
 
     /// Returns the processes that hold buffers, for each provider, those with the most bytes first; `None` if this
-    /// program may not read the list, which only root can. With another backend than the module, this program is the only holder that is
-    /// known.
+    /// program may not read the list, which only root can. A backend without the module lists this program only.
     pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {
         self.kernel().holders().ok().map(|table| holders(&table))
     }

@@ -111,7 +111,7 @@ pub enum Error {
     NotSupported {
         /// The backend of the device.
         backend: Backend,
-        /// What the operation needs.
+        /// The capability that the operation needs.
         capability: Capability,
     },
 
@@ -122,7 +122,7 @@ pub enum Error {
         backend: Backend,
         /// What is missing.
         why: String,
-        /// What to do about it.
+        /// What to do about the error.
         remedy: &'static str,
     },
 
@@ -135,7 +135,7 @@ pub enum Error {
         others: Vec<Error>,
     },
 
-    /// The module refused an operation.
+    /// The backend refused an operation.
     #[error("{operation} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Refused {
         /// The operation.
@@ -530,7 +530,7 @@ impl Error {
     }
 }
 
-/// What to do where a backend does not support something.
+/// Returns what to do if a backend does not support an operation.
 fn not_supported_remedy(backend: Backend, capability: Capability) -> Option<&'static str> {
     match (backend, capability) {
         (Backend::Module, _) => None,
@@ -545,13 +545,13 @@ fn not_supported_remedy(backend: Backend, capability: Capability) -> Option<&'st
              DeviceOptions::needs(Capability::DirectIo)",
         ),
         (_, Capability::Sharing) => Some(
-            "load the module: modprobe p2pmem; a process that only registers the memory with a NIC uses DmaBuf::from_fd()",
+            "load the module: modprobe p2pmem; a process that only registers the memory with a NIC can use DmaBuf::from_fd()",
         ),
         _ => Some("load the module: modprobe p2pmem"),
     }
 }
 
-/// What to do where a device node of VFIO cannot be opened.
+/// Returns what to do if a device node of VFIO cannot be opened.
 fn vfio_remedy(errno: Option<i32>) -> Option<&'static str> {
     match errno? {
         libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the device node: chown"),

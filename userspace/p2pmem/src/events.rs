@@ -127,7 +127,8 @@ impl Events {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENODEV if the module is being unloaded; [`Error::NotSupported`].
+    /// [`Error::Refused`] with ENODEV if the module is being unloaded; [`Error::NotSupported`] if the backend is not
+    /// the module.
     pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let deadline = timeout.map(|t| Instant::now() + t);
         loop {

@@ -112,20 +112,20 @@ impl ExportOptions {
 /// [`Buffer`](crate::Buffer). When the provider is removed, importers are notified and lose the memory. The descriptor
 /// stays open, and further imports fail with ENODEV.
 ///
-/// [`DmaBuf::from_fd`] accepts dma-bufs of other drivers, too.
+/// [`DmaBuf::from_fd`] accepts dma-bufs of other drivers too.
 ///
-/// With the backend vfio, this value holds the memory, and a descriptor that was taken out of it (`OwnedFd::from`) or passed to
-/// another process does not: when the last buffer, mapping and `DmaBuf` of a device is dropped, the library closes the
-/// device, and the kernel revokes what other descriptors refer to. Memory of a descriptor that is still open is not
-/// allocated again before that.
+/// With the backend vfio, this value holds the memory. A descriptor that the program took out of it (`OwnedFd::from`)
+/// or passed to another process does not: after the last buffer, mapping, dma-buf and registration of a device is
+/// dropped, the library closes the device, and the kernel revokes the memory of all descriptors. While the device is
+/// open, memory of an open descriptor is not allocated again.
 #[derive(Debug)]
 pub struct DmaBuf {
     fd: OwnedFd,
     ranges: Vec<Range<u64>>,
     pinned: bool,
-    /// The PCI function that has the memory, if the program or the backend named it.
+    /// The PCI function that has the memory, if the program or the backend set the function.
     pub(crate) function: Option<PciAddr>,
-    /// Keeps the memory, for a backend whose kernel interface does not.
+    /// Keeps the memory allocated, for a backend whose memory the kernel does not keep.
     hold: Option<Hold>,
 }
 
@@ -140,7 +140,7 @@ impl DmaBuf {
         }
     }
 
-    /// A dma-buf of another origin.
+    /// Returns a dma-buf of another driver.
     pub(crate) fn of_size(fd: OwnedFd, size: u64, function: Option<PciAddr>, hold: Option<Hold>) -> Self {
         Self {
             fd,
@@ -155,12 +155,11 @@ impl DmaBuf {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] if the process has no descriptor left.
+    /// [`Error::State`] if the limit of open files is reached.
     pub fn try_clone(&self) -> Result<Self> {
         let fd = self.fd.try_clone();
         Ok(Self {
-            fd: fd
-                .map_err(|error| Error::State(format!("the descriptor of a dma-buf cannot be duplicated: {error}")))?,
+            fd: fd.map_err(|error| Error::State(format!("cannot duplicate the descriptor of a dma-buf: {error}")))?,
             ranges: self.ranges.clone(),
             pinned: self.pinned,
             function: self.function,

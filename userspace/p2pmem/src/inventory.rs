@@ -30,7 +30,7 @@ const BARS: usize = 6;
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 #[non_exhaustive]
 pub struct Inventory {
-    /// Returns the release of the running kernel.
+    /// Release of the running kernel.
     pub kernel: String,
     /// Version of the loaded module; none if the module is not loaded.
     pub module: Option<String>,
@@ -112,13 +112,13 @@ impl Inventory {
     }
 }
 
-/// Returns the function at an address with its sources, for every class; `None` if there is no such function.
+/// Returns the function at an address with its sources, whatever its class is; none if there is no such function.
 pub(crate) fn memory_device_at(root: &Path, addr: PciAddr) -> Option<MemoryDevice> {
     let device = device_at(&root.join("sys"), addr)?;
     Some(described(&without_module(root), &device))
 }
 
-/// Returns how far a device is from being used by vfio-pci.
+/// Returns what a device needs until a program can use it by vfio-pci.
 pub(crate) fn vfio_state(root: &Path, memory_device: &MemoryDevice) -> VfioState {
     without_module(root).vfio_state(memory_device)
 }
@@ -137,6 +137,7 @@ pub(crate) fn kernel_name(root: &Path) -> String {
     read_attribute(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default()
 }
 
+/// Returns the device with its sources.
 fn described(machine: &Machine<'_>, device: &PciDevice) -> MemoryDevice {
     let folder = machine.folder(device);
     let mut memory_device = MemoryDevice {
@@ -160,7 +161,7 @@ fn memory_device(machine: &Machine<'_>, device: &PciDevice) -> Option<MemoryDevi
 }
 
 impl MemoryDevice {
-    /// Whether a BAR of the device is for memory.
+    /// Returns whether a BAR of the device is for memory.
     pub(crate) fn has_memory_bar(&self) -> bool {
         self.memory_bar().is_some() && !has_registers_alone(self.device.class)
     }

@@ -3,14 +3,14 @@
 //! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
 //! that drives and NICs move data to and from it without a bounce buffer in host memory.
 //!
-//! - [`Device`] is an open `/dev/p2pmem`, or another [`Backend`] if the module is not loaded: it lists providers, reports
-//!   paths, allocates, and explains decisions.
+//! - [`Device`] is an open `/dev/p2pmem`, or another [`Backend`] if the module is not loaded: it lists providers,
+//!   reports paths, allocates, and explains decisions.
 //! - [`Client`] is a device that does DMA, named by a PCI address, `nvme0`, or `mlx5_0`.
 //! - [`Request`] describes an allocation; [`Buffer`] is the allocation, and [`Mapping`] gives the program access to it.
 //! - [`Stripe`] is several buffers in several providers that serve one request.
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
-//! - [`DmaBuf`] is a buffer exported for other drivers, or any other dma-buf; [`Registration`] is a buffer or a dma-buf that
-//!   is registered with an RDMA NIC.
+//! - [`DmaBuf`] is a buffer exported for other drivers, or a dma-buf of another driver; [`Registration`] is a buffer or
+//!   a dma-buf registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
 //! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
 //! - `rdma` (feature `verbs`) opens NICs by name and transfers data with them.

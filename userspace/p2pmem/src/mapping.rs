@@ -249,9 +249,10 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
-    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
-    /// drive cannot reach the provider), or EBADF (the file is not open for reading); [`Error::NotSupported`] with the backend vfio.
+    /// [`Error::NotSupported`] with the backend vfio; [`Error::Io`] with EINVAL (offset or length are not whole
+    /// blocks), EREMOTEIO (the file's device does not accept peer-to-peer memory), EFAULT (the buffer was revoked, or
+    /// the driver does not accept device memory), EIO (the drive cannot reach the provider), or EBADF (the file is not
+    /// open for reading).
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
         self.origin.device.require(Capability::DirectIo)?;
@@ -288,10 +289,10 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
-    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
-    /// drive cannot reach the provider), or EBADF (the file is not open for writing); [`Error::ShortWrite`] if the
-    /// file's device is full; [`Error::NotSupported`] with the backend vfio.
+    /// [`Error::NotSupported`] with the backend vfio; [`Error::Io`] with EINVAL (offset or length are not whole
+    /// blocks), EREMOTEIO (the file's device does not accept peer-to-peer memory), EFAULT (the buffer was revoked, or
+    /// the driver does not accept device memory), EIO (the drive cannot reach the provider), or EBADF (the file is not
+    /// open for writing); [`Error::ShortWrite`] if the file's device is full.
     pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
         let len = self.length_of(&range)?;
         self.origin.device.require(Capability::DirectIo)?;

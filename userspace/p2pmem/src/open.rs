@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Opening a device: the module, or another backend.
+//! Opens a device: the module, or another backend.
 
 use std::path::PathBuf;
 
@@ -10,14 +10,14 @@ use crate::device::{Device, DEFAULT_PATH};
 use crate::error::{Error, Result};
 use crate::standalone;
 
-/// Which backend a program wants, and what the backend must support.
+/// Options of opening a device: the backend, and the capabilities that the backend must have.
 ///
 /// ```no_run
 /// use p2pmem::{Backend, Capability, DeviceOptions};
 ///
-/// // The first backend whose memory can be registered with a NIC.
+/// // The first backend that has memory which can be registered with a NIC.
 /// let device = DeviceOptions::new().needs(Capability::DmaBuf).open()?;
-/// // BAR 0 of one device by vfio-pci, although the device has a larger BAR for memory.
+/// // BAR 0 of a device by vfio-pci, although the device has a larger BAR for memory.
 /// let registers = DeviceOptions::new().bar("0000:03:00.0".parse()?, 0).open()?;
 /// assert_eq!(registers.backend(), Backend::Vfio);
 /// # let _ = device;
@@ -40,7 +40,7 @@ impl Default for DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// Selects the preferred backend that has memory on this machine.
+    /// Options for the first backend of [`Backend::OF_DEVICES`] that has memory on this machine.
     pub fn new() -> Self {
         Self {
             backend: None,
@@ -51,26 +51,26 @@ impl DeviceOptions {
         }
     }
 
-    /// Selects this backend and no other.
+    /// Uses this backend and no other.
     pub fn backend(mut self, backend: Backend) -> Self {
         self.backend = Some(backend);
         self
     }
 
-    /// Excludes backends without a capability.
+    /// Uses a backend only if the backend has a capability.
     pub fn needs(mut self, capability: Capability) -> Self {
         self.needs.push(capability);
         self
     }
 
-    /// Selects a BAR of a device for vfio-pci, instead of the largest BAR for memory. The backend is then
-    /// [`Backend::Vfio`]. Writes to a BAR with registers can make the device or the machine fail.
+    /// Uses this BAR of a device by vfio-pci, instead of the largest BAR for memory. Selects [`Backend::Vfio`]. Writes
+    /// to a BAR with registers can make the device or the machine fail.
     pub fn bar(mut self, device: PciAddr, bar: u8) -> Self {
         self.bars.push((device, bar));
         self.backend(Backend::Vfio)
     }
 
-    /// Another machine's file system, and the path of the module's device, for tests.
+    /// Sets the machine's file system for tests: `root` has the folders `sys`, `proc` and `dev`.
     #[cfg(test)]
     pub(crate) fn of_machine(mut self, root: &std::path::Path) -> Self {
         root.clone_into(&mut self.root);
@@ -82,15 +82,15 @@ impl DeviceOptions {
     ///
     /// # Errors
     ///
-    /// Those of [`Device::open`]; [`Error::NotSupported`] if the backend that was named does not have a capability that is
-    /// needed; [`Error::Unavailable`] or [`Error::Open`] if it has no memory that the program can use; [`Error::Client`] and
-    /// [`Error::Request`] if a BAR that was named does not exist.
+    /// Those of [`Device::open`]; [`Error::NotSupported`] if the selected backend does not have a needed capability;
+    /// [`Error::Unavailable`] or [`Error::Open`] if the selected backend has no memory that the program can use;
+    /// [`Error::Client`] or [`Error::Request`] if a selected BAR does not exist.
     pub fn open(&self) -> Result<Device> {
         if let Some(backend) = self.backend {
             return self.open_backend(backend);
         }
         let module = match self.open_backend(Backend::Module) {
-            // If the module is loaded, its rules apply: another backend would bypass them.
+            // If the module is loaded, its rules apply. Another backend would bypass the rules.
             Err(error @ Error::Open { .. })
                 if matches!(error.errno(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) =>
             {
@@ -126,16 +126,18 @@ impl DeviceOptions {
 }
 
 impl Device {
-    /// Opens `/dev/p2pmem`. If the module is not loaded, opens the next backend that has memory on this machine: memory that a
-    /// driver published ([`Backend::Sysfs`]), then BARs of devices that are bound to vfio-pci ([`Backend::Vfio`]).
-    /// [`Device::backend`] says which one it is, and [`DeviceOptions`] requires one or excludes some.
+    /// Opens `/dev/p2pmem`. If the module is not loaded, opens the next backend that has memory on this machine: memory
+    /// that a driver published ([`Backend::Sysfs`]), then BARs of devices that are bound to vfio-pci
+    /// ([`Backend::Vfio`]). [`Device::backend`] returns the backend. [`DeviceOptions`] selects a backend, by name or by
+    /// capability.
     ///
     /// An operation that the backend does not support fails with [`Error::NotSupported`].
     ///
     /// # Errors
     ///
-    /// [`Error::NoBackend`] if the module is not loaded and no other backend has memory; [`Error::Open`] if the module's
-    /// device is not accessible; [`Error::Abi`] if the module and this library have no version of the ABI in common.
+    /// [`Error::NoBackend`] if the module is not loaded and no other backend has memory; [`Error::Open`] with EACCES if
+    /// the caller may not open the module's device; [`Error::Abi`] if module and library have no version of the ABI in
+    /// common.
     pub fn open() -> Result<Self> {
         DeviceOptions::new().open()
     }

@@ -249,7 +249,7 @@ pub(crate) fn addresses_in(sys: &Path) -> Result<Vec<PciAddr>> {
     Ok(all)
 }
 
-/// Returns the PCI function at an address; `None` if it does not exist.
+/// Returns the PCI function at an address; none if it does not exist.
 pub(crate) fn device_at(sys: &Path, addr: PciAddr) -> Option<PciDevice> {
     let folder = folder_of(sys, addr);
     let numa = read_attribute(&folder.join("numa_node")).and_then(|text| text.parse().ok());

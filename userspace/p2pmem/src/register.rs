@@ -126,8 +126,8 @@ impl RegisterOptions {
         self
     }
 
-    /// Registers a dma-buf without a device of this crate. `describe` gets the number of bytes and the NIC's name, and
-    /// returns what an error says of the memory.
+    /// Registers a dma-buf of any driver, without a [`Device`](crate::Device). On an error, `describe` returns the text
+    /// about the memory, from the number of bytes and the NIC's name.
     pub(crate) fn run_dmabuf(
         &self,
         pd: &impl ProtectionDomain,
@@ -147,7 +147,7 @@ impl RegisterOptions {
         }
         let range = self.range.clone().unwrap_or(0..dmabuf.size());
         let part = self.part(&range, dmabuf.size(), "dma-buf", range.start, page_size())?;
-        // The registration has a descriptor of its own, so that it does not depend on the program's.
+        // The registration has its own descriptor, so that the program can drop the dma-buf.
         let own = dmabuf.try_clone()?;
         match pd.verbs().reg_dmabuf(pd.raw(), own.as_fd(), part) {
             Ok(mr) => Ok(Registration {
@@ -170,8 +170,8 @@ impl RegisterOptions {
         }
     }
 
-    /// Checks the range and the address of the first byte (`default` unless the options say otherwise) of a registration of
-    /// `size` bytes.
+    /// Checks the range and the address of a registration. `size` is the size of the memory, which messages call `of`.
+    /// `default` is the address of the first byte if the options have none.
     fn part(&self, range: &Range<u64>, size: u64, of: &str, default: u64, page: u64) -> Result<Part> {
         if range.start >= range.end || range.end > size {
             return Err(Error::Request(format!(

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The backends without the module: the kernel's own interfaces hand out the memory, and this code answers what the module
-//! answers otherwise: which memory there is, how far it is from clients, which memory serves a request, and why.
+//! The backends without the module. Interfaces of the kernel provide the memory. This code does the rest of the
+//! module's work: it lists the memory, computes the paths to clients, chooses the memory for a request, and explains
+//! the choice.
 
 mod decision;
 mod slots;
@@ -32,12 +33,13 @@ use source::{Found, Piece, Place, Refusal, Source};
 use sysfs::SysfsSource;
 use vfio::VfioSource;
 
-/// Opens a backend of the machine whose file system is at `root`. `bars` are BARs for vfio-pci to use instead of the largest
-/// one for memory.
+/// Opens a backend of the machine whose file system is at `root`. `bars` are the BARs that [`Backend::Vfio`] uses
+/// instead of the largest BAR for memory.
 ///
 /// # Errors
 ///
-/// The backend has no memory that the program can use: [`Error::Unavailable`], or [`Error::Open`] without access to it.
+/// [`Error::Unavailable`] if the backend has no memory; [`Error::Open`] if the program may not open the memory;
+/// [`Error::NotSupported`] for a backend that has no devices.
 pub(crate) fn open(root: &FsPath, backend: Backend, bars: &[(PciAddr, u8)]) -> Result<Box<dyn Kernel>> {
     let source: Box<dyn Source> = match backend {
         Backend::Sysfs => Box::new(SysfsSource::new(root)?),
@@ -56,7 +58,7 @@ pub(crate) fn open(root: &FsPath, backend: Backend, bars: &[(PciAddr, u8)]) -> R
 struct Standalone {
     source: Box<dyn Source>,
     state: Mutex<State>,
-    /// Never readable: there are no events.
+    /// An eventfd that is never readable, because these backends have no events.
     no_events: OwnedFd,
 }
 
@@ -69,11 +71,11 @@ struct State {
     walks: Walks,
     last: Option<Decision>,
     stats: BTreeMap<u32, abi::p2pmem_stats>,
-    /// Requests that no memory served.
+    /// Number of requests that no memory served.
     failed: u64,
 }
 
-/// A mapping, whose addresses an export may name.
+/// A mapping. Exports refer to its addresses.
 struct Mapped {
     start: u64,
     len: u64,
@@ -94,11 +96,12 @@ fn errno(errno: i32) -> io::Error {
     io::Error::from_raw_os_error(errno)
 }
 
-/// An error of this crate as one of the interface to the kernel.
+/// Returns an error of this crate as an error of [`Kernel`].
 fn own(error: Error) -> io::Error {
     io::Error::other(error)
 }
 
+/// Returns a string in a fixed array, always with a NUL.
 fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut chars = [0; N];
     for (to, from) in chars.iter_mut().zip(text.bytes().take(N - 1)) {
@@ -108,12 +111,13 @@ fn chars<const N: usize>(text: &str) -> [c_char; N] {
 }
 
 impl State {
-    /// The id of memory, which stays the same while the backend is open.
+    /// Returns the id of the memory at a place, which is constant while the backend is open.
     fn id(&mut self, place: Place) -> u32 {
         let next = u32::try_from(self.ids.len() + 1).unwrap_or(u32::MAX);
         *self.ids.entry(place).or_insert(next)
     }
 
+    /// Records the message of an error, and returns the error.
     fn refuse(&mut self, error: i32, text: impl Into<String>) -> io::Error {
         self.last = Some(Decision::refusal(error, text));
         errno(error)
@@ -130,7 +134,7 @@ impl State {
 impl Standalone {
     fn new(source: Box<dyn Source>) -> Result<Self> {
         let no_events = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| Error::State(format!("an eventfd cannot be made: {}", io::Error::from(error))))?;
+            .map_err(|error| Error::State(format!("cannot create an eventfd: {}", io::Error::from(error))))?;
         Ok(Self {
             source,
             state: Mutex::default(),
@@ -142,7 +146,7 @@ impl Standalone {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The memory there is, with ids, in their order.
+    /// Returns the memory that the source has, with ids, in the order of the ids.
     fn survey(&self, state: &mut State) -> io::Result<Vec<(u32, Found)>> {
         let mut found = self.source.survey().map_err(own)?;
         found.sort_by_key(|found| found.place);
@@ -188,7 +192,7 @@ impl Standalone {
         }
     }
 
-    /// The walks of clients. ENODEV if one does not exist.
+    /// Returns the walks of clients. Fails with ENODEV if a client does not exist.
     fn walks(&self, state: &mut State, clients: &[abi::p2pmem_pci_addr]) -> io::Result<Vec<Arc<Walk>>> {
         let sys = self.source.root().join("sys");
         clients
@@ -201,7 +205,7 @@ impl Standalone {
             .collect()
     }
 
-    /// The paths from memory to clients; none if its function was removed.
+    /// Returns the paths from the memory of a function to clients; none if the function was removed.
     fn paths(&self, state: &mut State, addr: PciAddr, clients: &[Arc<Walk>]) -> Option<Vec<Path>> {
         let sys = self.source.root().join("sys");
         let memory = state.walks.get(&sys, addr)?;
@@ -271,13 +275,13 @@ impl Kernel for Standalone {
             state.walks.forget();
         }
         let walks = self.walks(&mut state, clients)?;
-        let mut there = 0;
+        let mut total = 0;
         let mut out = out.iter_mut();
         for (id, found) in self.survey(&mut state)? {
             let Some(paths) = self.paths(&mut state, found.place.addr, &walks) else {
                 continue;
             };
-            there += paths.len();
+            total += paths.len();
             for (client, path) in (0u32..).zip(&paths) {
                 let Some(to) = out.next() else { continue };
                 let flag = |set, flag| if set { flag } else { 0 };
@@ -295,7 +299,7 @@ impl Kernel for Standalone {
                 };
             }
         }
-        Ok(there)
+        Ok(total)
     }
 
     fn alloc(&self, request: &abi::p2pmem_request, clients: &[abi::p2pmem_pci_addr]) -> io::Result<abi::p2pmem_alloc> {
@@ -365,7 +369,7 @@ impl Kernel for Standalone {
         let stats = state.stats.entry(buffer.provider).or_default();
         stats.frees += 1;
         stats.free_bytes += buffer.size;
-        // The memory may be freed here, which needs no lock of the state.
+        // If this is the last reference, the memory is freed here, which does not need the lock.
         drop(state);
         drop(buffer);
         Ok(())
@@ -454,7 +458,7 @@ impl Kernel for Standalone {
         let mut state = self.lock();
         let buffer = state.buffer(handle)?;
         let region = buffer.piece.clone().map()?;
-        // Exports find memory by its addresses.
+        // Exports find the memory by the addresses of its mapping.
         if self.backend().supports(Capability::DmaBuf) {
             state.mapped.retain(|mapped| mapped.region.strong_count() > 0);
             state.mapped.push(Mapped {
@@ -477,17 +481,17 @@ impl Kernel for Standalone {
             let first = ranges.first().map_or(0, |range| range.offset);
             let mapped = state.mapped.iter().find_map(|mapped| {
                 let offset = first.checked_sub(mapped.start).filter(|offset| *offset < mapped.len);
-                // Another mapping may have the addresses of one that has ended.
+                // A later mapping can have the addresses of a mapping that has ended.
                 mapped.region.upgrade().filter(|_| offset.is_some())?;
                 Some((mapped.piece.upgrade()?, mapped.start, mapped.len))
             });
             match mapped {
                 Some(mapped) => mapped,
-                None => return Err(state.refuse(libc::ENOENT, "the addresses are no mapping of a buffer")),
+                None => return Err(state.refuse(libc::ENOENT, "the addresses are not in a mapping of a buffer")),
             }
         };
         if flags & abi::P2PMEM_EXPORT_PINNED != 0 {
-            let text = "vfio-pci revokes its dma-bufs, so importers that cannot be revoked are not possible";
+            let text = "vfio-pci can revoke its dma-bufs, and does not accept importers that cannot be revoked";
             return Err(state.refuse(libc::EOPNOTSUPP, text));
         }
         let page = page_size();
@@ -498,9 +502,13 @@ impl Kernel for Standalone {
             (whole && end <= size).then_some((offset, range.size))
         };
         let in_piece: Option<Vec<_>> = ranges.iter().map(inside).collect();
-        let mut in_piece =
-            in_piece.ok_or_else(|| state.refuse(libc::EINVAL, "a range is no whole pages, or past the end"))?;
-        // Ranges that continue each other are one.
+        let mut in_piece = in_piece.ok_or_else(|| {
+            state.refuse(
+                libc::EINVAL,
+                "a range does not consist of whole pages, or exceeds the memory",
+            )
+        })?;
+        // Adjacent ranges are one range.
         in_piece.dedup_by(|next, range| {
             let continues = range.0 + range.1 == next.0;
             if continues {
@@ -521,7 +529,7 @@ impl Kernel for Standalone {
             .map(|buffer| buffer.provider);
         match piece.export(*offset, *len) {
             Ok(exported) => {
-                // A reason of an earlier refusal would be taken for that of the importer.
+                // If an importer fails, a message about an earlier error would be reported as the reason.
                 state.last = None;
                 if let Some(provider) = provider {
                     state.stats.entry(provider).or_default().exports += 1;
@@ -529,7 +537,7 @@ impl Kernel for Standalone {
                 Ok(exported)
             }
             Err(error) => Err(match error.raw_os_error() {
-                Some(code) => state.refuse(code, "vfio-pci refused to export the memory"),
+                Some(code) => state.refuse(code, "vfio-pci cannot export the memory"),
                 None => error,
             }),
         }

@@ -35,12 +35,11 @@ use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 use crate::addr::PciAddr;
 use crate::backend::Backend;
 
-/// Calls to the kernel module: one method for each ioctl, with slices in place of the ABI's pointers. Other backends answer
-/// the same calls.
+/// Calls to a backend: one method for each ioctl of the kernel module, with slices in place of the ABI's pointers.
 ///
 /// Errors are the kernel's errnos: `io::Error::raw_os_error()`.
 pub(crate) trait Kernel: Send + Sync {
-    /// The backend that the calls go to.
+    /// Returns the backend that serves the calls.
     fn backend(&self) -> Backend {
         Backend::Module
     }
@@ -63,7 +62,7 @@ pub(crate) trait Kernel: Send + Sync {
     ) -> io::Result<abi::p2pmem_explain>;
     fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
     fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()>;
-    /// Maps the whole buffer `handle`: `len` bytes, at `offset` of the file if the backend has a file.
+    /// Maps the whole buffer `handle`: `len` bytes, from `offset` in the device's file if the backend has a file.
     fn map(&self, handle: u32, offset: u64, len: usize) -> io::Result<Arc<Region>>;
     /// Creates a dma-buf of `ranges` of the buffer `handle`, or of addresses if `flags` has `P2PMEM_EXPORT_MAPPED`.
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<Exported>;
@@ -93,7 +92,7 @@ pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
 /// A new dma-buf.
 pub(crate) struct Exported {
     pub(crate) fd: OwnedFd,
-    /// Keeps the memory.
+    /// Keeps the memory allocated.
     pub(crate) hold: Option<Hold>,
     /// The PCI function that has the memory, if the backend knows it.
     pub(crate) function: Option<PciAddr>,
@@ -468,7 +467,7 @@ impl Region {
         })
     }
 
-    /// Has the mapping keep an object until it is unmapped.
+    /// Keeps an object until the region is unmapped.
     pub(crate) fn holding(mut self, hold: Hold) -> Self {
         self._hold = Some(hold);
         self
@@ -575,7 +574,7 @@ pub(crate) fn may_use(path: &Path) -> io::Result<()> {
     )?)
 }
 
-/// The size of a page in bytes.
+/// Returns the size of a page in bytes.
 pub(crate) fn page_size() -> u64 {
     rustix::param::page_size() as u64
 }

@@ -2,9 +2,9 @@
 
 //! Paths between PCI functions, computed from sysfs, for memory that the module does not manage.
 //!
-//! The classes and hops are those of the module: the walks from both functions to the root are compared. Whether the root
-//! complex forwards peer traffic is the kernel's decision, which sysfs does not show: a path through the root complex
-//! counts as reachable, and a device that cannot use it fails with EREMOTEIO or EHOSTUNREACH.
+//! Classes and hops equal those of the module: [`classify`] compares the walks from both functions to the root. sysfs
+//! does not report whether the root complex forwards peer traffic. A path through the root complex counts as reachable,
+//! and a driver whose device cannot use the path fails with EREMOTEIO or EHOSTUNREACH.
 
 use std::collections::BTreeMap;
 use std::path::{Path as FsPath, PathBuf};
@@ -22,9 +22,9 @@ pub(crate) enum PortKind {
     Endpoint,
     /// A bridge of the root complex.
     RootPort,
-    /// The port of a switch towards the root complex.
+    /// A port of a switch, on the side of the root complex.
     Upstream,
-    /// A port of a switch away from the root complex.
+    /// A port of a switch, on the side of the devices.
     Downstream,
     /// A bridge to or from conventional PCI.
     Bridge,
@@ -35,14 +35,15 @@ pub(crate) enum PortKind {
 pub(crate) struct Port {
     pub(crate) addr: PciAddr,
     pub(crate) kind: PortKind,
-    /// Whether ACS redirects peer traffic; false if the configuration space cannot be read.
+    /// Whether ACS redirects peer traffic; false if the extended configuration space cannot be read.
     pub(crate) acs_redirect: bool,
     /// Bandwidth in MB/s of the link that the function's attributes describe, 0 if unknown.
     pub(crate) link: u32,
 }
 
 impl Port {
-    /// Bandwidth of the link above the function. The attributes of root ports and downstream ports describe the link below.
+    /// Returns the bandwidth of the link above the function, 0 if unknown. The attributes of root ports and downstream
+    /// ports describe the link below.
     fn link_above(&self) -> u32 {
         match self.kind {
             PortKind::RootPort | PortKind::Downstream => 0,
@@ -54,7 +55,7 @@ impl Port {
 /// The walk from a function to its root bus.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Walk {
-    /// The function's folder in sysfs, whose path is the walk.
+    /// The function's folder in sysfs. The path of the folder has all functions of the walk.
     folder: PathBuf,
     /// The function, then each bridge above it.
     pub(crate) ports: Vec<Port>,
@@ -79,7 +80,7 @@ impl Walk {
                 }
             }
         }
-        // The roles without a readable configuration space: a root port, then the two sides of each switch.
+        // Without a readable configuration space, kind() assumes a root port, then the two sides of each switch.
         let depth = functions.len();
         let ports = functions.iter().enumerate().map(|(up, (addr, folder))| {
             let config = std::fs::read(folder.join("config")).unwrap_or_default();
@@ -100,14 +101,13 @@ impl Walk {
     }
 }
 
-/// Walks that were read before. The configuration spaces of all bridges above a function take milliseconds to read.
-///
-/// A change of ACS is not noticed: [`Walks::forget`].
+/// A cache of walks: reading the configuration spaces of all bridges above a function takes milliseconds. A cached walk
+/// does not show a later change of ACS; [`Walks::forget`] empties the cache.
 #[derive(Debug, Default)]
 pub(crate) struct Walks(BTreeMap<PciAddr, Arc<Walk>>);
 
 impl Walks {
-    /// The walk of a function; none if the function does not exist.
+    /// Returns the walk of a function; none if the function does not exist.
     pub(crate) fn get(&mut self, sys: &FsPath, addr: PciAddr) -> Option<Arc<Walk>> {
         let now = folder_of(sys, addr).canonicalize().ok()?;
         if let Some(walk) = self.0.get(&addr).filter(|walk| walk.folder == now) {
@@ -118,13 +118,13 @@ impl Walks {
         Some(walk)
     }
 
-    /// Reads everything again when it is needed.
+    /// Empties the cache.
     pub(crate) fn forget(&mut self) {
         self.0.clear();
     }
 }
 
-/// Returns the role of the function in a folder of sysfs, `depth` bridges below the root bus.
+/// Returns the role of the function in a folder of sysfs, which is `depth` bridges below the root bus.
 fn kind(folder: &FsPath, config: &[u8], depth: usize) -> PortKind {
     let class = read_attribute(&folder.join("class")).and_then(|class| hex(&class));
     if class.map(|class| class >> 8) != Some(0x0604) {
@@ -146,10 +146,11 @@ enum PcieType {
     Is(u8),
     /// The function has no PCI Express capability.
     None,
-    /// Programs without privileges read the first 64 bytes only.
+    /// The program has no privileges: it can read the first 64 bytes only.
     Unreadable,
 }
 
+/// Returns the PCI Express type of the function with this configuration space.
 fn pcie_type(config: &[u8]) -> PcieType {
     const PCI_EXPRESS: u8 = 0x10;
     let byte = |at: usize| config.get(at).copied();
@@ -157,7 +158,7 @@ fn pcie_type(config: &[u8]) -> PcieType {
         return PcieType::Unreadable;
     }
     let mut at = usize::from(byte(0x34).unwrap_or(0) & !3);
-    // As many capabilities as fit: the list of a broken device may be a loop.
+    // The number of steps has a limit, because the list of a defective device can be a loop.
     for _ in 0..(256 - 0x40) / 4 {
         let (Some(id), Some(next), Some(flags)) = (byte(at), byte(at + 1), byte(at + 2)) else {
             break;
@@ -173,11 +174,12 @@ fn pcie_type(config: &[u8]) -> PcieType {
     PcieType::None
 }
 
-/// ACS control bits that send peer traffic up to the root complex: request redirect, completion redirect, egress control.
+/// ACS control bits that send peer traffic up to the root complex: request redirect, completion redirect, egress
+/// control.
 const ACS_REDIRECT: u16 = 0x04 | 0x08 | 0x20;
 
-/// Returns the ACS control of the function with this configuration space; none without the capability, or if the extended space cannot
-/// be read.
+/// Returns the ACS control register of the function with this configuration space; none without the capability, or if
+/// the extended space cannot be read.
 fn acs_control(config: &[u8]) -> Option<u16> {
     const ACS: u16 = 0x000d;
     let word = |at: usize| Some(u16::from_le_bytes(config.get(at..at + 2)?.try_into().ok()?));
@@ -195,7 +197,7 @@ fn acs_control(config: &[u8]) -> Option<u16> {
     None
 }
 
-/// Returns the bandwidth of a function's link in MB/s, after line encoding; 0 if the function has no link or does not report it.
+/// Returns the bandwidth of a function's link in MB/s without line encoding; 0 if the function does not report a link.
 fn link(folder: &FsPath) -> u32 {
     let speed = read_attribute(&folder.join("current_link_speed")).unwrap_or_default();
     let width = read_attribute(&folder.join("current_link_width")).and_then(|width| width.parse().ok());
@@ -221,7 +223,7 @@ pub(crate) fn numa_distance(sys: &FsPath, from: Option<u32>, to: Option<u32>) ->
     row.split_whitespace().nth(to as usize)?.parse().ok()
 }
 
-/// Returns the path between two functions. The `provider` and `client` of the result are 0.
+/// Returns the path between two functions. The fields `provider` and `client` of the result are 0.
 pub(crate) fn classify(provider: &Walk, client: &Walk, numa_distance: Option<u32>) -> Path {
     let (a, b) = (&provider.ports, &client.ports);
     let meet = a.iter().enumerate().find_map(|(up_a, port)| {
@@ -264,12 +266,12 @@ pub(crate) fn classify(provider: &Walk, client: &Walk, numa_distance: Option<u32
     }
 }
 
-/// Returns the class of a path that turns around in `bridge`, `up` steps above each function.
+/// Returns the class of a path whose traffic turns around in `bridge`, `up` steps above each function.
 fn class_below(provider: &Walk, client: &Walk, up: (usize, usize), bridge: &Port) -> PathClass {
     let (a, b) = (&provider.ports, &client.ports);
     let same_device = match (up, a.first(), b.first()) {
         ((0, 0), _, _) => true,
-        // A link has one device at its lower end.
+        // The lower end of a link is one device.
         ((1, 1), _, _) if matches!(bridge.kind, PortKind::RootPort | PortKind::Downstream) => true,
         ((1, 1), Some(a), Some(b)) => {
             let slot = |port: &Port| (port.addr.domain, port.addr.bus, port.addr.device());
@@ -291,15 +293,17 @@ fn class_below(provider: &Walk, client: &Walk, up: (usize, usize), bridge: &Port
     }
 }
 
+/// Returns the bandwidth of the narrowest link; none if no port reports a link.
 fn narrowest<'a>(ports: impl Iterator<Item = &'a Port>) -> Option<u32> {
     ports.map(Port::link_above).filter(|link| *link != 0).min()
 }
 
-/// Returns the path between memory of the PCI function `memory` and a client, computed from sysfs. For memory of a provider of the
-/// module, [`Device::paths`](crate::Device::paths) also says what the kernel decides.
+/// Returns the path between memory of the PCI function `memory` and a client, computed from sysfs. For a provider of
+/// the module, [`Device::paths`](crate::Device::paths) also reports the kernel's decision.
 ///
-/// A path through the root complex counts as reachable, although some root complexes do not forward peer traffic: then the
-/// client's driver refuses the memory with EREMOTEIO or EHOSTUNREACH. Without privileges, redirection by ACS is not visible.
+/// A path through the root complex counts as reachable. Some root complexes do not forward peer traffic: the client's
+/// driver then refuses the memory with EREMOTEIO or EHOSTUNREACH. Without privileges, the path does not show
+/// redirection by ACS.
 ///
 /// The field `provider` of the result is 0.
 ///

@@ -125,7 +125,7 @@ pub enum ProviderKind {
     Adopted,
     /// Memory that the device's own driver registered with p2pmem.
     Registered,
-    /// A BAR of a device bound to vfio-pci, with the backend vfio.
+    /// A BAR of a device bound to vfio-pci: [`Backend::Vfio`](crate::Backend::Vfio).
     Vfio,
     /// A kind that this version of the library does not know.
     Unknown,
@@ -143,7 +143,7 @@ impl fmt::Display for ProviderKind {
     }
 }
 
-/// The number of [`ProviderKind::Vfio`] within this crate. The ABI has no such kind.
+/// The number of [`ProviderKind::Vfio`] inside this crate. The ABI has no number for this kind.
 pub(crate) const KIND_VFIO: u32 = u32::MAX;
 
 /// The state of a provider.

@@ -80,7 +80,7 @@ fn render_memory_devices(memory_devices: &[MemoryDevice], all: bool) -> String {
     render(&columns, &rows)
 }
 
-/// Returns what the source does not support, as one token.
+/// Returns the capabilities that the source misses, as one token.
 fn missing(source: &Source) -> String {
     let names: Vec<_> = source.missing.iter().map(ToString::to_string).collect();
     dash(Some(names.join(",")).filter(|names| !names.is_empty()))

@@ -386,7 +386,7 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
     );
     let sources = &json["memory_devices"][0]["sources"];
     assert_eq!(sources[1]["availability"], "ready");
-    // What each source does not support, also as a column.
+    // The capabilities that each source misses are a list in the JSON output, and a column.
     assert_eq!(sources[0]["missing"], serde_json::json!([]));
     let missing = "dma-buf,rules,quotas,revoke,placement,sharing,clearing";
     let by_sysfs = out.lines().find(|line| line.contains("  sysfs ")).unwrap();

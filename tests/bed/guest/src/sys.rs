@@ -525,7 +525,7 @@ const VFIO_DEVICE_RESET: u64 = 0x3b6f;
 /// `VFIO_PCI_CONFIG_REGION_INDEX`
 const VFIO_CONFIG_REGION: u32 = 7;
 
-/// Returns the offset of the configuration space in the file of a function that is open by VFIO.
+/// Returns the offset of the configuration space in the VFIO file of a function.
 ///
 /// # Errors
 ///
@@ -563,16 +563,16 @@ pub fn vfio_reset(function: BorrowedFd<'_>) -> Answer {
     result(unsafe { libc::ioctl(function.as_raw_fd(), VFIO_DEVICE_RESET) }.into())
 }
 
-/// Returns another descriptor of an open file, by the number of one.
+/// Duplicates a descriptor by its number.
 ///
 /// # Errors
 ///
 /// The errno.
 pub fn duplicate(fd: i32) -> Result<OwnedFd, i32> {
-    // SAFETY: the call takes numbers.
+    // SAFETY: the arguments are numbers.
     let answer = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
     result(answer.into())?;
-    // SAFETY: the kernel made this descriptor for this call alone.
+    // SAFETY: the call succeeded, so the descriptor is new and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(answer) })
 }
 

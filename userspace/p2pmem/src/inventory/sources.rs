@@ -131,7 +131,7 @@ impl Machine<'_> {
         )
     }
 
-    /// How far a device is from being used by vfio-pci.
+    /// Returns what a device needs until a program can use it by vfio-pci.
     pub(super) fn vfio_state(&self, memory_device: &MemoryDevice) -> VfioState {
         if self.release < VFIO_DMABUF {
             return VfioState::OldKernel;
@@ -171,18 +171,18 @@ impl Machine<'_> {
     }
 }
 
-/// How far a device is from being used by vfio-pci.
+/// What a device needs until a program can use it by vfio-pci.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum VfioState {
-    /// vfio-pci of the kernel exports no dma-bufs.
+    /// A newer kernel: vfio-pci of this kernel exports no dma-bufs.
     OldKernel,
-    /// The device has no memory BAR.
+    /// A memory BAR, which this device does not have.
     NoBar,
-    /// The device is in no IOMMU group.
+    /// An IOMMU: the device is in no IOMMU group.
     NoIommu,
-    /// The device has another driver, or none.
+    /// The driver vfio-pci: the device has another driver, or none.
     Unbound,
-    /// The device is bound to vfio-pci.
+    /// Nothing: the device is bound to vfio-pci.
     Bound {
         /// The number of the IOMMU group.
         group: String,

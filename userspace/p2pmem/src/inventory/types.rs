@@ -136,7 +136,7 @@ pub struct Source {
     pub backend: Backend,
     /// Whether the source can be used.
     pub availability: Availability,
-    /// What the interface does not support.
+    /// The capabilities that the interface does not have.
     pub missing: Vec<Capability>,
     /// How to use the source, what it needs, or why it cannot be used.
     pub detail: String,

@@ -10,7 +10,7 @@ fn open(machine: &Machine) -> Result<Device> {
     DeviceOptions::new().of_machine(machine.root()).open()
 }
 
-/// A machine with a drive that published memory, or a device that is bound to vfio-pci, or both.
+/// Returns a machine with a drive that published memory, or a device that is bound to vfio-pci, or both.
 fn machine(sysfs: bool, vfio: bool) -> Machine {
     let machine = Machine::new("7.2.12");
     if sysfs {
@@ -28,7 +28,7 @@ fn machine(sysfs: bool, vfio: bool) -> Machine {
 }
 
 #[test]
-fn without_the_module_the_next_backend_with_memory_is_opened() {
+fn next_backend_with_memory_is_opened_without_module() {
     assert_eq!(open(&machine(true, true)).unwrap().backend(), Backend::Sysfs);
     let vfio = machine(false, true);
     assert_eq!(open(&vfio).unwrap().backend(), Backend::Vfio);
@@ -40,7 +40,7 @@ fn without_the_module_the_next_backend_with_memory_is_opened() {
 }
 
 #[test]
-fn a_module_that_cannot_be_used_is_not_bypassed() {
+fn loaded_module_is_not_bypassed() {
     let machine = machine(true, true);
     machine.put("dev/p2pmem", "");
     let error = open(&machine).unwrap_err();
@@ -51,7 +51,7 @@ fn a_module_that_cannot_be_used_is_not_bypassed() {
 }
 
 #[test]
-fn each_backend_says_why_it_cannot_be_used() {
+fn error_has_reason_of_each_backend() {
     let machine = machine(false, false);
     let error = open(&machine).unwrap_err();
     let Error::NoBackend { module, others } = &error else {
@@ -79,7 +79,7 @@ fn each_backend_says_why_it_cannot_be_used() {
 }
 
 #[test]
-fn needs_of_a_named_backend_are_checked() {
+fn selected_backend_must_have_capability_and_bar() {
     let options = DeviceOptions::new().backend(Backend::Sysfs).needs(Capability::DmaBuf);
     let error = options.of_machine(machine(true, false).root()).open().unwrap_err();
     assert!(

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The choice among the memory of a backend without the module: the strategy nearest, without rules.
+//! The choice of memory in a backend without the module: the strategy nearest, without rules.
 
 use std::cmp::Reverse;
 
@@ -17,13 +17,13 @@ pub(super) struct Candidate {
     pub(super) addr: PciAddr,
     pub(super) size: u64,
     pub(super) free: u64,
-    /// The largest piece, as far as it is known.
+    /// Size of the largest piece, as in [`Found`](super::source::Found).
     pub(super) largest: u64,
     /// The path to each client.
     pub(super) paths: Vec<Path>,
 }
 
-/// A decision, in the form in which the module explains one.
+/// A decision, in the form of the module's explanation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Decision {
     pub(super) verdicts: Vec<abi::p2pmem_verdict>,
@@ -33,7 +33,7 @@ pub(super) struct Decision {
 }
 
 impl Decision {
-    /// A refusal that is no decision about memory.
+    /// Returns the decision for an error that is not about memory: no verdicts.
     pub(super) fn refusal(error: i32, text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
@@ -42,17 +42,17 @@ impl Decision {
         }
     }
 
-    /// The class of the path to the farthest client of the chosen memory, 0 without clients.
+    /// Returns the class of the path between the chosen memory and its farthest client; 0 without clients.
     pub(super) fn class(&self) -> u32 {
         let chosen = self.verdicts.iter().find(|verdict| verdict.provider == self.chosen);
         chosen.map_or(0, |verdict| verdict.class)
     }
 }
 
-/// The criteria, the most important first. The smallest value wins.
+/// The criteria, the most important first: class, hops, bandwidth, NUMA distance, id. The smallest value is chosen.
 type Rank = (Option<PathClass>, u32, Reverse<u32>, u32, u32);
 
-/// Distance of a candidate from all clients.
+/// The distance between a candidate and all clients.
 struct Reach {
     worst: Option<(PathClass, usize)>,
     hops: u32,
@@ -141,7 +141,7 @@ pub(super) fn decide(candidates: &[Candidate], request: &abi::p2pmem_request) ->
     }
 }
 
-/// The verdict on one candidate, with code 0 for one that can serve the request.
+/// Returns the verdict on a candidate. The code is 0 if the candidate can serve the request.
 fn verdict(
     candidate: &Candidate,
     reach: &Reach,
@@ -231,7 +231,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn each_criterion_decides_after_those_before_it() {
+    fn criteria_decide_in_order() {
         use abi::*;
         let (near, far) = (PathClass::SameSwitch, PathClass::HostBridge);
         let cases = [
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn the_farthest_of_several_clients_counts() {
+    fn farthest_client_decides() {
         let one = |class| path(class, 2, None, None);
         let all = [
             candidate(1, MIB, MIB, vec![one(PathClass::SameDevice), one(PathClass::System)]),
@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_serve_gets_the_reason() {
+    fn unsuitable_candidates_get_reason_code() {
         use abi::*;
         let near = || vec![path(PathClass::SameSwitch, 4, None, None)];
         let all = [
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn a_named_provider_is_required_or_preferred() {
+    fn selected_provider_is_required_or_preferred() {
         use abi::*;
         let all = [candidate(1, MIB, MIB, vec![]), candidate(2, MIB, MIB, vec![])];
         let mut wanted = request(4096);
@@ -350,9 +350,10 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the candidates are: at most one is chosen, it can serve the request, and each has a verdict.
+        /// A suitable candidate is chosen if there is one, no suitable candidate is nearer, and each candidate has a
+        /// verdict.
         #[test]
-        fn a_decision_is_whole(
+        fn nearest_suitable_candidate_is_chosen(
             all in prop::collection::vec((0u64..8, 0u64..8, 0u64..8, 0usize..7, 0u32..9), 0..8),
             pages in 1u64..8,
             max_class in 0u32..7,

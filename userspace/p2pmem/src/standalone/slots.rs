@@ -4,9 +4,8 @@
 
 use std::collections::BTreeMap;
 
-/// The used ranges of a BAR.
-///
-/// A range that its owner has freed stays used while its value of type `T` says so.
+/// The used ranges of a BAR. Each range has a value of type `T`, by which [`Slots::sweep`] finds out whether the range
+/// is still in use after it was freed.
 #[derive(Debug)]
 pub(super) struct Slots<T> {
     size: u64,
@@ -28,30 +27,30 @@ impl<T: Default> Slots<T> {
         }
     }
 
-    /// The free ranges: start and length.
+    /// Returns the free ranges: start and length.
     fn free_ranges(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         let starts = std::iter::once(0).chain(self.used.iter().map(|(start, slot)| start + slot.len));
         let ends = self.used.keys().copied().chain([self.size]);
         starts.zip(ends).map(|(start, end)| (start, end.saturating_sub(start)))
     }
 
-    /// Bytes that are free, and the largest free range.
+    /// Returns the number of free bytes, and the size of the largest free range.
     pub(super) fn free(&self) -> (u64, u64) {
         self.free_ranges()
             .fold((0, 0), |(sum, largest), (_, len)| (sum + len, len.max(largest)))
     }
 
-    /// Bytes that were freed and are still used.
+    /// Returns the number of freed bytes that are still in use.
     pub(super) fn pinned(&self) -> u64 {
         self.used.values().filter(|slot| slot.freed).map(|slot| slot.len).sum()
     }
 
-    /// Takes `len` bytes, aligned to a power of two. Returns the start.
+    /// Takes the first free range of `len` bytes whose start is a multiple of `align`. Returns the start.
     pub(super) fn take(&mut self, len: u64, align: u64) -> Option<u64> {
-        let start = self.free_ranges().find_map(|(start, there)| {
+        let start = self.free_ranges().find_map(|(start, available)| {
             let aligned = start.checked_next_multiple_of(align.max(1))?;
             let needed = (aligned - start).checked_add(len)?;
-            (needed <= there).then_some(aligned)
+            (needed <= available).then_some(aligned)
         })?;
         let slot = Slot {
             len,
@@ -62,19 +61,19 @@ impl<T: Default> Slots<T> {
         Some(start)
     }
 
-    /// The value of a used range.
+    /// Returns the value of a used range.
     pub(super) fn value(&mut self, start: u64) -> Option<&mut T> {
         self.used.get_mut(&start).map(|slot| &mut slot.value)
     }
 
-    /// Frees a range, which [`Slots::sweep`] makes available.
+    /// Frees a range. [`Slots::sweep`] makes the range available.
     pub(super) fn free_slot(&mut self, start: u64) {
         if let Some(slot) = self.used.get_mut(&start) {
             slot.freed = true;
         }
     }
 
-    /// Makes the freed ranges available that `is_used` does not claim. `is_used` sees the values of all ranges.
+    /// Makes the freed ranges available that are not in use. `is_used` is called with the values of all ranges.
     pub(super) fn sweep(&mut self, mut is_used: impl FnMut(&mut T) -> bool) {
         self.used.retain(|_, slot| is_used(&mut slot.value) || !slot.freed);
     }
@@ -86,7 +85,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn ranges_are_aligned_and_freed_ones_are_used_again() {
+    fn ranges_are_aligned_and_reused_after_sweep() {
         let mut slots = Slots::<bool>::new(16 << 10);
         assert_eq!(slots.take(4096, 4096), Some(0));
         assert_eq!(slots.take(4096, 8192), Some(8192));
@@ -105,9 +104,8 @@ mod tests {
     }
 
     proptest! {
-        /// No two ranges overlap, and the free bytes are those that no range has.
         #[test]
-        fn ranges_never_overlap(ops in prop::collection::vec((1u64..9, 0u32..4, any::<bool>()), 1..60)) {
+        fn ranges_do_not_overlap_and_free_bytes_are_exact(ops in prop::collection::vec((1u64..9, 0u32..4, any::<bool>()), 1..60)) {
             let mut slots = Slots::<()>::new(64);
             let mut model: Vec<(u64, u64)> = Vec::new();
             for (len, align, frees) in ops {
@@ -125,7 +123,7 @@ mod tests {
                 let (free, largest) = slots.free();
                 prop_assert_eq!(free, 64 - used);
                 prop_assert!(largest <= free);
-                // A range as large as the largest free one fits.
+                // A request for the largest free range succeeds.
                 if largest > 0 {
                     let start = slots.take(largest, 1).unwrap();
                     slots.free_slot(start);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a backend without the module consists of: a source of memory, and pieces of memory.
+//! The parts of a backend without the module: a source of memory, and pieces of memory.
 
 use std::io;
 use std::path::Path as FsPath;
@@ -12,55 +12,56 @@ use crate::error::{Error, Result};
 use crate::pci::PciDevice;
 use crate::sys::{Exported, Region};
 
-/// Memory of a device: the function, and the BAR if it is known.
+/// Place of memory: the PCI function, and the BAR if it is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Place {
     pub(super) addr: PciAddr,
     pub(super) bar: Option<u8>,
 }
 
-/// Memory that a source has at the moment.
+/// Memory that a source has, and its state at the time of the call.
 pub(super) struct Found {
     pub(super) place: Place,
     pub(super) size: u64,
     pub(super) free: u64,
-    /// The largest piece, as far as it is known.
+    /// Size of the largest piece, or of all free bytes if the source does not know their places.
     pub(super) largest: u64,
-    /// Bytes that were freed and that others still use.
+    /// Freed bytes that are still in use.
     pub(super) pinned: u64,
     pub(super) device: PciDevice,
 }
 
-/// Why memory could not be taken.
+/// The reason why memory was not taken.
 pub(super) enum Refusal {
-    /// It has not enough free bytes in one piece.
+    /// The memory does not have enough free bytes in one piece.
     Full,
-    /// The program cannot use it at all.
+    /// The program cannot use the memory.
     Unusable(Error),
 }
 
-/// An interface of the kernel that hands out memory.
+/// An interface of the kernel that provides memory.
 pub(super) trait Source: Send + Sync {
     fn backend(&self) -> Backend;
-    /// The root of the machine's file system.
+    /// Returns the root of the machine's file system.
     fn root(&self) -> &FsPath;
-    /// Lists the memory there is.
+    /// Lists the memory that the source has.
     fn survey(&self) -> Result<Vec<Found>>;
-    /// Takes `len` bytes, whole pages.
+    /// Takes `len` bytes at a place. `len` is a number of whole pages.
     fn take(&self, place: Place, len: u64, align: u64) -> std::result::Result<Arc<dyn Piece>, Refusal>;
 }
 
-/// Memory that was taken. It is free again when the last reference is gone.
+/// Memory that was taken. The memory is freed when the last reference is dropped.
 pub(super) trait Piece: Send + Sync {
-    /// The first byte in the BAR, if it is known.
+    /// Returns the offset of the first byte in the BAR, if it is known.
     fn bar_offset(&self) -> Option<u64>;
-    /// Whether the device still has the memory.
+    /// Returns whether the device still has the memory.
     fn is_live(&self) -> bool;
-    /// Mappings that the program has.
+    /// Returns the number of the program's mappings.
     fn mappings(&self) -> u32;
-    /// Dma-bufs that are in use.
+    /// Returns the number of dma-bufs that are in use.
     fn exports(&self) -> u32;
+    /// Maps all of the memory.
     fn map(self: Arc<Self>) -> io::Result<Arc<Region>>;
-    /// Makes a dma-buf of a part of the memory.
+    /// Creates a dma-buf of a part of the memory.
     fn export(self: Arc<Self>, offset: u64, len: u64) -> io::Result<Exported>;
 }

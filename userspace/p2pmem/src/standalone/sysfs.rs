@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Memory that a driver published, by the kernel's file `p2pmem/allocate`: each `mmap()` of the file allocates.
+//! Memory that a driver published, from the kernel's file `p2pmem/allocate`: each `mmap()` of the file allocates
+//! memory.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -21,11 +22,11 @@ pub(super) struct SysfsSource {
 }
 
 impl SysfsSource {
-    /// The source of the machine whose file system is at `root`.
+    /// Creates the source of the machine whose file system is at `root`.
     ///
     /// # Errors
     ///
-    /// No driver has published memory, or the program cannot open any of it.
+    /// [`Error::Unavailable`] if no driver has published memory; [`Error::Open`] if the program may not open any of it.
     pub(super) fn new(root: &Path) -> Result<Self> {
         let source = Self { root: root.to_owned() };
         let mut denied = None;
@@ -102,21 +103,22 @@ impl Source for SysfsSource {
                 inode,
                 path,
             })),
-            // Another program took the memory first, or it is not in one piece.
+            // Another program took the memory first, or the free memory is not in one piece.
             Err(error) if error.raw_os_error() == Some(libc::ENOMEM) => Err(Refusal::Full),
             Err(error) => Err(failed(error)),
         }
     }
 }
 
+/// Returns device and inode of a file.
 fn inode(file: &File) -> io::Result<(u64, u64)> {
     file.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
-/// An allocation, which is a mapping. The kernel frees the memory when the mapping and all I/O with it have ended.
+/// An allocation, which is a mapping. The kernel frees the memory after the mapping and all I/O with the memory end.
 struct Mapped {
     region: Arc<Region>,
-    /// The file that was mapped. A driver that publishes its memory again makes a new file.
+    /// Device and inode of the mapped file. A driver that publishes its memory again creates a new file.
     inode: (u64, u64),
     path: PathBuf,
 }
@@ -132,7 +134,7 @@ impl Piece for Mapped {
     }
 
     fn mappings(&self) -> u32 {
-        // One reference is that of this value.
+        // One of the references is `self.region`.
         u32::try_from(Arc::strong_count(&self.region) - 1).unwrap_or(u32::MAX)
     }
 

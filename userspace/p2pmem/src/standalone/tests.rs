@@ -36,7 +36,8 @@ impl Machine {
         fs::write(path, text).unwrap();
     }
 
-    /// Adds a function below a parent, such as `pci0000:00/0000:00:01.0`, with BAR 2 of this size. Returns its folder.
+    /// Adds a function below a parent, such as `pci0000:00/0000:00:01.0`, with a BAR 2 of `size` bytes. Returns the
+    /// function's folder.
     pub(crate) fn function(&self, parent: &str, addr: &str, class: &str, driver: &str, size: u64) -> PathBuf {
         let folder = format!("sys/devices/{parent}/{addr}");
         let none = "0x0 0x0 0x0\n";
@@ -82,8 +83,8 @@ impl Machine {
         fs::File::create(pool.join("allocate")).unwrap().set_len(size).unwrap();
     }
 
-    /// Two drives with published memory and a drive without any on three root ports; the first and the third drive are below
-    /// one switch.
+    /// Creates a machine with two drives with published memory, at 03:00.0 and 05:00.0, and a drive without memory at
+    /// 04:00.0. The drives at 03:00.0 and 04:00.0 are below one switch.
     fn with_drives() -> Self {
         let machine = Self::new("7.2.12");
         let bridge = |parent: &str, addr: &str| machine.function(parent, addr, "0x060400", "pcieport", 0);
@@ -111,7 +112,7 @@ fn client(text: &str) -> Client {
 }
 
 #[test]
-fn published_memory_is_listed_chosen_mapped_and_freed() {
+fn published_memory_is_listed_allocated_mapped_and_freed() {
     let machine = Machine::with_drives();
     let device = machine.open(Backend::Sysfs).unwrap();
     assert_eq!(device.backend(), Backend::Sysfs);
@@ -209,7 +210,7 @@ fn decisions_are_explained() {
 }
 
 #[test]
-fn memory_that_is_too_small_or_full_is_named() {
+fn error_names_providers_without_enough_space() {
     let machine = Machine::with_drives();
     let device = machine.open(Backend::Sysfs).unwrap();
     let error = device.alloc(&Request::new(16 << 20)).unwrap_err();
@@ -238,7 +239,7 @@ fn memory_that_is_too_small_or_full_is_named() {
 }
 
 #[test]
-fn what_sysfs_does_not_support_is_an_error_with_a_remedy() {
+fn operations_that_sysfs_does_not_support_are_refused_with_remedy() {
     let machine = Machine::with_drives();
     let device = machine.open(Backend::Sysfs).unwrap();
     let buffer = device.alloc(&Request::new(4096)).unwrap();
@@ -283,7 +284,7 @@ fn what_sysfs_does_not_support_is_an_error_with_a_remedy() {
 }
 
 #[test]
-fn direct_io_needs_memory_with_pages() {
+fn direct_io_is_refused_with_vfio_memory() {
     let fake = crate::fake::Fake::example();
     let mapping = |backend| {
         fake.device_of(backend)
@@ -315,7 +316,7 @@ fn direct_io_needs_memory_with_pages() {
 }
 
 #[test]
-fn memory_of_a_driver_that_was_bound_again_is_gone() {
+fn memory_is_gone_after_driver_is_unbound() {
     let machine = Machine::with_drives();
     let device = machine.open(Backend::Sysfs).unwrap();
     let buffer = device.alloc(&Request::new(4096).provider(2)).unwrap();
@@ -326,12 +327,12 @@ fn memory_of_a_driver_that_was_bound_again_is_gone() {
     assert_eq!(device.providers().unwrap().len(), 1);
     machine.publish(&folder, 8 << 20, 8 << 20);
     assert_eq!(buffer.info().unwrap().state, BufferState::Gone, "another file");
-    // Ids stay what they were.
+    // The ids are as before.
     assert_eq!(device.providers().unwrap()[1].id, 2);
 }
 
 #[test]
-fn without_published_memory_there_is_no_sysfs_backend() {
+fn sysfs_is_unavailable_without_published_memory() {
     let machine = Machine::new("7.2.12");
     machine.function("pci0000:00", "0000:00:03.0", "0x010802", "nvme", 0);
     let error = machine.open(Backend::Sysfs).unwrap_err();
@@ -351,7 +352,7 @@ fn without_published_memory_there_is_no_sysfs_backend() {
     assert!(error.remedy().unwrap().contains("DmaBuf::from_fd()"), "{error}");
 }
 
-/// A source whose memory refuses to be taken.
+/// A source that refuses memory of some functions.
 struct Reluctant {
     root: tempfile::TempDir,
     full: Vec<PciAddr>,
@@ -436,7 +437,7 @@ fn reluctant(full: &[&str], unusable: &[&str]) -> Device {
 }
 
 #[test]
-fn what_cannot_be_taken_is_passed_over_and_reported() {
+fn next_candidate_serves_if_memory_cannot_be_taken() {
     let device = reluctant(&["0000:00:03.0"], &["0000:00:04.0"]);
     let buffer = device.alloc(&Request::new(4096)).unwrap();
     assert_eq!(buffer.provider(), 3);
@@ -454,7 +455,7 @@ fn what_cannot_be_taken_is_passed_over_and_reported() {
     let error = device.alloc(&Request::new(4096)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NoSpace, "{error}");
 
-    // The cause is the device node, not too little space.
+    // The error is that of the device node, not too little space.
     let device = reluctant(&["0000:00:03.0"], &["0000:00:04.0", "0000:00:05.0"]);
     let error = device.alloc(&Request::new(4096)).unwrap_err();
     assert!(

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! BARs of functions that are bound to vfio-pci. A function belongs to the program that opens it, so ranges of the BAR are
-//! allocated here.
+//! BARs of functions that are bound to vfio-pci. vfio-pci has no allocator, and only one program can open a function,
+//! so this code allocates ranges of the BARs.
 //!
-//! A function is open while the program holds memory of it: buffers, mappings, dma-bufs, registrations. When the function is
-//! closed, the kernel revokes all dma-bufs of it.
+//! A function is open while the program holds memory of the function: buffers, mappings, dma-bufs, registrations. When
+//! the function is closed, the kernel revokes all its dma-bufs.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -26,7 +26,7 @@ use crate::sys::{may_use, Exported, Region};
 pub(super) trait OpenFunction: Send + Sync {
     fn map(&self, bar: u8, offset: u64, len: usize) -> io::Result<Region>;
     fn export(&self, bar: u8, offset: u64, len: u64) -> io::Result<OwnedFd>;
-    /// Whether a dma-buf has other users than this descriptor.
+    /// Returns whether a dma-buf has users other than this descriptor.
     fn is_in_use(&self, dmabuf: &OwnedFd) -> bool;
 }
 
@@ -46,7 +46,8 @@ impl OpenFunction for Function {
     }
 }
 
-/// The number of references to a dma-buf in `/proc/self/fdinfo`: descriptors of all processes, and importers.
+/// Returns the number of references to a dma-buf, from its file in `/proc/self/fdinfo`: descriptors of all processes,
+/// and importers.
 fn references(fdinfo: &str) -> Option<u64> {
     let count = fdinfo.lines().find_map(|line| line.strip_prefix("count:"))?;
     count.trim().parse().ok()
@@ -59,7 +60,7 @@ pub(super) type Opener =
 /// The functions of a machine that are bound to vfio-pci.
 pub(super) struct VfioSource {
     root: PathBuf,
-    /// BARs that the program named.
+    /// BARs that the program selected.
     bars: Vec<(PciAddr, u8)>,
     opener: Opener,
     open: Mutex<BTreeMap<PciAddr, Weak<Held>>>,
@@ -68,7 +69,7 @@ pub(super) struct VfioSource {
 /// An open function, and the used ranges of its BARs.
 struct Held {
     function: Box<dyn OpenFunction>,
-    /// The dma-bufs of each range, each as a descriptor of the library's own.
+    /// The used ranges of each BAR. The value of a range has the library's own descriptors of its dma-bufs.
     bars: Mutex<BTreeMap<u8, Slots<Vec<OwnedFd>>>>,
 }
 
@@ -77,11 +78,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl VfioSource {
-    /// The source of the machine whose file system is at `root`. `bars` are BARs to use instead of the largest one for memory.
+    /// Creates the source of the machine whose file system is at `root`. `bars` are the BARs to use instead of the
+    /// largest BAR for memory.
     ///
     /// # Errors
     ///
-    /// No function is bound to vfio-pci, or the program cannot open any of them.
+    /// [`Error::Unavailable`] if no function is bound to vfio-pci; [`Error::Open`] if the program may not open any of
+    /// them; [`Error::Client`] or [`Error::Request`] if one of `bars` does not exist.
     pub(super) fn new(root: &Path, bars: &[(PciAddr, u8)]) -> Result<Self> {
         let opener: Opener = Box::new(|nodes, addr| {
             let function = Function::open(nodes, &addr.to_string())?;
@@ -117,7 +120,7 @@ impl VfioSource {
         self.root.join("sys")
     }
 
-    /// Fails unless a BAR that the program named can be used.
+    /// Fails unless a BAR that the program selected can be used.
     fn check(&self, addr: PciAddr, bar: u8) -> Result<()> {
         let memory_device = memory_device_at(&self.root, addr).ok_or_else(|| Error::Client {
             name: addr.to_string(),
@@ -127,16 +130,16 @@ impl VfioSource {
             return Err(why);
         }
         if memory_device.bars.iter().all(|other| other.index != bar) {
-            let there: Vec<_> = memory_device.bars.iter().map(|bar| bar.index.to_string()).collect();
+            let indices: Vec<_> = memory_device.bars.iter().map(|bar| bar.index.to_string()).collect();
             return Err(Error::Request(format!(
                 "BAR {bar} of {addr}, whose memory BARs are {}",
-                there.join(", ")
+                indices.join(", ")
             )));
         }
         Ok(())
     }
 
-    /// What is missing for the use of a device; none if it can be used.
+    /// Returns what the use of a device needs; none if the device can be used.
     fn obstacle(&self, memory_device: &MemoryDevice) -> Option<Error> {
         let addr = memory_device.device.addr;
         let useless = |why: String| Error::Unavailable {
@@ -150,7 +153,7 @@ impl VfioSource {
                 Some(driver) => format!("{addr} is bound to the driver {driver}, not to vfio-pci"),
                 None => format!("{addr} is not bound to vfio-pci"),
             }),
-            VfioState::NoIommu => no_iommu(format!("{addr} is in no IOMMU group, so vfio-pci cannot have it")),
+            VfioState::NoIommu => no_iommu(format!("{addr} is in no IOMMU group, so vfio-pci cannot bind to it")),
             VfioState::NoBar => useless(format!("{addr} has no memory BAR")),
             VfioState::OldKernel => useless("the kernel is older than 6.19".into()),
         })
@@ -161,7 +164,7 @@ impl VfioSource {
         may_use(&node).map_err(|error| Error::Open { path: node, error })
     }
 
-    /// Why there is no function at all: the obstacle of the device that is nearest to being one.
+    /// Returns the reason why no function can be used: the obstacle of the device that is most likely to be meant.
     fn why_none(&self) -> Result<Error> {
         let inventory = Inventory::read_in(&self.root, None)?;
         let mut memory_devices: Vec<_> = inventory
@@ -180,7 +183,7 @@ impl VfioSource {
         })
     }
 
-    /// The function, which is opened if it is not open.
+    /// Returns the function, and opens it if it is not open.
     fn open(&self, addr: PciAddr) -> std::result::Result<Arc<Held>, Error> {
         let mut open = lock(&self.open);
         if let Some(held) = open.get(&addr).and_then(Weak::upgrade) {
@@ -196,6 +199,7 @@ impl VfioSource {
         Ok(held)
     }
 
+    /// Returns the error for a failed step of opening a function.
     fn explain(&self, addr: PciAddr, failure: Failure) -> Error {
         let text = |error: &io::Error| error.raw_os_error().map_or_else(|| error.to_string(), errno_text);
         match failure {
@@ -210,14 +214,14 @@ impl VfioSource {
             },
             Failure::Iommu(error) if error.raw_os_error() == Some(libc::EPERM) => Error::Unavailable {
                 backend: Backend::Vfio,
-                why: format!("VFIO refuses the IOMMU of {addr}: {}", text(&error)),
-                remedy: "enable interrupt remapping in the firmware; where all programs with access to the device are trusted, \
+                why: format!("VFIO does not allow the use of the IOMMU of {addr}: {}", text(&error)),
+                remedy: "enable interrupt remapping in the firmware; or, if all programs with access to the device are trusted, \
                          modprobe vfio_iommu_type1 allow_unsafe_interrupts=1",
             },
             Failure::Iommu(error) => Error::Unavailable {
                 backend: Backend::Vfio,
                 why: format!("VFIO cannot use the IOMMU of {addr}: {}", text(&error)),
-                remedy: "modprobe vfio_iommu_type1; the kernel log may say more",
+                remedy: "modprobe vfio_iommu_type1; see the kernel log: dmesg",
             },
             Failure::Call(name, error) => Error::Unavailable {
                 backend: Backend::Vfio,
@@ -227,7 +231,7 @@ impl VfioSource {
         }
     }
 
-    /// The BARs to use of a function.
+    /// Returns the BARs of a function that the library uses.
     fn bars_of<'a>(&self, memory_device: &'a MemoryDevice) -> Vec<&'a Bar> {
         let named: Vec<_> = self
             .bars
@@ -264,7 +268,8 @@ fn no_iommu(why: impl Into<String>) -> Error {
     }
 }
 
-/// The device nodes of a function: its own where the kernel has them, else those of its IOMMU group.
+/// Returns the device nodes of a function: its own node if the kernel has it and iommufd, else the node of its IOMMU
+/// group.
 fn nodes(root: &Path, addr: PciAddr) -> Result<Nodes> {
     let folder = folder_of(&root.join("sys"), addr);
     let iommufd = root.join("dev/iommu");
@@ -290,7 +295,7 @@ fn nodes(root: &Path, addr: PciAddr) -> Result<Nodes> {
     })
 }
 
-/// The functions of an IOMMU group that keep it from being used: those of drivers other than VFIO's.
+/// Returns the functions that make an IOMMU group unusable, with their drivers: VFIO does not allow these drivers.
 fn others_in_group(sys: &Path, addr: PciAddr) -> Vec<String> {
     let devices = folder_of(sys, addr).join("iommu_group/devices");
     let mut names: Vec<_> = devices
@@ -367,7 +372,8 @@ impl Source for VfioSource {
 }
 
 impl Held {
-    /// Free bytes, the largest free range and freed bytes that are still in use; none while nothing of the BAR is used.
+    /// Returns free bytes, the size of the largest free range, and freed bytes that are still in use; none before the
+    /// first allocation in the BAR.
     fn usage(&self, bar: u8) -> Option<(u64, u64, u64)> {
         let mut bars = lock(&self.bars);
         let slots = bars.get_mut(&bar)?;
@@ -376,7 +382,7 @@ impl Held {
         Some((free, largest, slots.pinned()))
     }
 
-    /// Makes freed ranges available whose dma-bufs nobody uses any more.
+    /// Makes the freed ranges available whose dma-bufs are not in use any more.
     fn sweep(&self, slots: &mut Slots<Vec<OwnedFd>>) {
         slots.sweep(|dmabufs| {
             dmabufs.retain(|dmabuf| self.function.is_in_use(dmabuf));
@@ -392,7 +398,7 @@ impl Held {
     }
 }
 
-/// An allocated range of a BAR. It is freed when the last buffer, mapping and dma-buf that has it is gone.
+/// An allocated range of a BAR. The range is freed after its last buffer, mapping and dma-buf is dropped.
 struct Extent {
     held: Arc<Held>,
     /// The function's folder in sysfs.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! PCI functions that are bound to vfio-pci (`include/uapi/linux/vfio.h`): opening one, its BARs, and dma-bufs of them.
+//! PCI functions that are bound to vfio-pci (`include/uapi/linux/vfio.h`): open a function, map its BARs, create
+//! dma-bufs.
 
 use std::ffi::{c_int, c_void, CStr, CString};
 use std::fs::{File, OpenOptions};
@@ -63,7 +64,7 @@ struct RegionInfo {
     offset: u64,
 }
 
-/// `struct vfio_device_bind_iommufd`, as far as all kernels know it.
+/// `struct vfio_device_bind_iommufd`, the fields that all kernels have.
 #[repr(C)]
 #[derive(Default)]
 struct BindIommufd {
@@ -81,7 +82,7 @@ struct DmaRange {
     length: u64,
 }
 
-/// `struct vfio_device_feature` with a `struct vfio_device_feature_dma_buf` of one range as its data.
+/// `struct vfio_device_feature` with a `struct vfio_device_feature_dma_buf` of one range as data.
 #[repr(C)]
 struct DmaBufFeature {
     argsz: u32,
@@ -93,11 +94,11 @@ struct DmaBufFeature {
     range: DmaRange,
 }
 
-/// An ioctl of VFIO, whose numbers do not contain the size of the argument. The result is the return value.
+/// An ioctl of VFIO. Its number does not contain the size of the argument. The output is the return value.
 struct Call<const NUMBER: u8>(*mut c_void);
 
-// SAFETY: the number is that of the kernel's header, the kernel may write to the argument, and the output does not depend
-// on the argument.
+// SAFETY: the opcode is that of the kernel's header, IS_MUTATING allows the kernel to write to the argument, and the
+// output does not depend on the argument.
 unsafe impl<const NUMBER: u8> Ioctl for Call<NUMBER> {
     type Output = c_int;
     const IS_MUTATING: bool = true;
@@ -119,8 +120,8 @@ unsafe impl<const NUMBER: u8> Ioctl for Call<NUMBER> {
 ///
 /// # Safety
 ///
-/// `argument` must be what the ioctl takes: a number, or a pointer to memory that is valid for what the kernel reads and
-/// writes there.
+/// `argument` must be the argument of the ioctl: a number, or a pointer to memory that is valid for the kernel's reads
+/// and writes.
 unsafe fn call<const NUMBER: u8>(file: &File, argument: *mut c_void) -> io::Result<c_int> {
     loop {
         // SAFETY: the caller's promise.
@@ -131,7 +132,7 @@ unsafe fn call<const NUMBER: u8>(file: &File, argument: *mut c_void) -> io::Resu
     }
 }
 
-/// Length of a structure, for its field `argsz`.
+/// Returns the size of a structure, for its field `argsz`.
 fn length_of<T>() -> u32 {
     size_of::<T>() as u32
 }
@@ -154,20 +155,20 @@ pub(crate) enum Nodes {
     Group { node: PathBuf, container: PathBuf },
 }
 
-/// A step of opening a function that failed.
+/// A failed step of opening a function.
 #[derive(Debug)]
 pub(crate) enum Failure {
     /// A device node cannot be opened.
     Node(PathBuf, io::Error),
-    /// The IOMMU group has a device that is bound to a driver of the host.
+    /// The IOMMU group has a device whose driver VFIO does not allow.
     NotViable,
     /// The platform's IOMMU cannot be used.
     Iommu(io::Error),
-    /// An ioctl that has no reason to fail: its name.
+    /// Another step, with its name.
     Call(&'static str, io::Error),
 }
 
-/// An open function. While it is open, no other program can open it.
+/// An open function. No other program can open the function at the same time.
 #[derive(Debug)]
 pub(crate) struct Function {
     device: File,
@@ -181,7 +182,8 @@ fn open(path: &Path) -> Result<File, Failure> {
 }
 
 impl Function {
-    /// Opens the function that has the PCI address `name`, and enables its memory. The kernel resets the function.
+    /// Opens the function that has the PCI address `name`, and enables its memory space. The kernel resets the
+    /// function.
     pub(crate) fn open(nodes: &Nodes, name: &str) -> Result<Self, Failure> {
         let function = match nodes {
             Nodes::Device { node, iommufd } => Self::by_device(&open(iommufd)?, open(node)?, node)?,
@@ -203,7 +205,7 @@ impl Function {
         let bound = unsafe { call::<DEVICE_BIND_IOMMUFD>(&device, (&raw mut bind).cast()) };
         match bound {
             Ok(_) => {}
-            // Another program has the function, by this node or by its group.
+            // Another program has opened the function, by this node or by its group.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL)) => {
                 return Err(Failure::Node(node.to_owned(), Errno::BUSY.into()));
             }
@@ -217,7 +219,7 @@ impl Function {
     }
 
     fn by_group(container: File, group: File, name: &str) -> Result<Self, Failure> {
-        // SAFETY: no argument.
+        // SAFETY: the ioctl has no argument.
         let version = unsafe { call::<GET_API_VERSION>(&container, std::ptr::null_mut()) };
         match version {
             Ok(API_VERSION) => {}
@@ -261,12 +263,13 @@ impl Function {
             index,
             ..Default::default()
         };
-        // SAFETY: the kernel reads and writes a structure of `argsz` bytes; capabilities that do not fit are not written.
+        // SAFETY: the kernel reads and writes a structure of `argsz` bytes; capabilities that do not fit are not
+        // written.
         unsafe { call::<DEVICE_GET_REGION_INFO>(&self.device, (&raw mut info).cast()) }?;
         Ok(info)
     }
 
-    /// Has the function answer to the addresses of its BARs. Without that, a dma-buf counts as revoked.
+    /// Enables the function's memory space. If it is disabled, the kernel revokes the function's dma-bufs.
     fn enable_memory(&self) -> io::Result<()> {
         let config = self.region(CONFIG_REGION)?;
         let mut command = [0u8; 2];
@@ -276,7 +279,7 @@ impl Function {
             .write_all_at(&enabled.to_le_bytes(), config.offset + COMMAND)
     }
 
-    /// Maps a part of a BAR. The memory has no `struct page`: only the processor can use the mapping.
+    /// Maps a part of a BAR. The memory has no `struct page`: only the CPU can use the mapping.
     pub(crate) fn map(&self, bar: u8, offset: u64, len: usize) -> io::Result<Region> {
         let info = self.region(bar.into())?;
         if info.flags & CAN_MAP == 0 {
@@ -287,10 +290,10 @@ impl Function {
         Region::map(&self.device, info.offset + offset, len)
     }
 
-    /// Makes a dma-buf of whole pages of a BAR.
+    /// Creates a dma-buf of whole pages of a BAR.
     ///
-    /// Of one range only: `dma_buf_phys_vec_to_sgt()` of Linux 7.2 and 7.3 links all ranges to the start of the importer's I/O
-    /// addresses if an IOMMU translates.
+    /// The dma-buf has one range: with an IOMMU, `dma_buf_phys_vec_to_sgt()` of Linux 7.2 and 7.3 maps all ranges to
+    /// the start of the importer's I/O addresses.
     pub(crate) fn export(&self, bar: u8, offset: u64, length: u64) -> io::Result<OwnedFd> {
         let mut feature = DmaBufFeature {
             argsz: length_of::<DmaBufFeature>(),
@@ -314,7 +317,7 @@ mod tests {
     use std::mem::offset_of;
     use std::process::Command;
 
-    /// Each C expression that the kernel's header has a value for, and the value here.
+    /// Returns C expressions and their expected values.
     fn expected() -> Vec<(&'static str, u64)> {
         let number = |number: u8| u64::from(opcode::none(TYPE, number));
         let data = "offsetof(struct vfio_device_feature, data)";
@@ -387,7 +390,7 @@ mod tests {
         all
     }
 
-    /// The header of the newest kernel whose headers are installed.
+    /// Returns the path of a kernel header with dma-buf export, if kernel headers are installed.
     fn header() -> Option<PathBuf> {
         let folders = std::fs::read_dir("/usr/src").ok()?.flatten();
         let headers = folders.map(|folder| folder.path().join("include/uapi/linux/vfio.h"));
@@ -397,7 +400,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_and_structures_are_those_of_the_kernel() {
+    fn numbers_and_structures_equal_those_of_kernel_header() {
         let Some(header) = header() else {
             assert!(
                 !Path::new("/etc/p2pmem-kernel").exists(),
@@ -418,7 +421,7 @@ mod tests {
         program += "return 0; }\n";
         let (source, binary) = (dir.path().join("program.c"), dir.path().join("program"));
         std::fs::write(&source, program).unwrap();
-        // The header is the kernel's own, before the annotations for the compiler are removed from it.
+        // An installed uapi header has no annotations for the compiler, but this file of the kernel's source has some.
         let mut compile = Command::new("cc");
         compile.args(["-D__counted_by(x)=", "-D__user=", "-I"]).arg(dir.path());
         let compiled = compile.arg(&source).arg("-o").arg(&binary).output().unwrap();
@@ -436,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_vfio_node_is_refused() {
+    fn other_files_are_refused() {
         let null = PathBuf::from("/dev/null");
         let group = Nodes::Group {
             node: null.clone(),

@@ -8,15 +8,15 @@ use std::os::unix::fs::symlink;
 const BRIDGE: &str = "0x060400";
 const ACCEL: &str = "0x120000";
 
-/// A configuration space with a PCI Express capability of this type and, of 4096 bytes, this ACS control.
+/// Returns a configuration space of 4096 bytes with a PCI Express capability of this type, and with this ACS control.
 fn config(port_type: u8, acs: Option<u16>) -> Vec<u8> {
     let mut config = vec![0u8; 4096];
     config[0x34] = 0x50;
-    // A power management capability first.
+    // The first capability is power management.
     config[0x50..0x52].copy_from_slice(&[0x01, 0x60]);
     config[0x60..0x63].copy_from_slice(&[0x10, 0x00, (port_type << 4) | 2]);
     if let Some(control) = acs {
-        // Advanced Error Reporting at 0x100, then ACS at 0x140.
+        // Advanced Error Reporting is at 0x100, ACS at 0x140.
         config[0x100..0x104].copy_from_slice(&[0x01, 0x00, 0x02, 0x14]);
         config[0x140..0x144].copy_from_slice(&[0x0d, 0x00, 0x01, 0x00]);
         config[0x146..0x148].copy_from_slice(&control.to_le_bytes());
@@ -24,7 +24,7 @@ fn config(port_type: u8, acs: Option<u16>) -> Vec<u8> {
     config
 }
 
-/// A sysfs with one root port with a switch of two levels, further root ports, and a second host bridge.
+/// A sysfs with a two-level switch below a root port, further root ports, and further host bridges.
 struct Tree(tempfile::TempDir);
 
 impl Tree {
@@ -115,7 +115,7 @@ const PAIRS: [(&str, &str, PathClass, u32); 8] = [
 ];
 
 #[test]
-fn classes_and_hops_are_those_of_the_module() {
+fn classes_and_hops_equal_those_of_module() {
     let tree = Tree::new();
     for (a, b, class, hops) in PAIRS {
         assert_eq!(tree.class(a, b), (class, hops), "{a} {b}");
@@ -131,7 +131,7 @@ fn classes_and_hops_are_those_of_the_module() {
 }
 
 #[test]
-fn without_privileges_roles_follow_from_the_place() {
+fn roles_follow_from_depth_without_privileges() {
     let tree = Tree::new();
     for entry in fs::read_dir(tree.sys().join("bus/pci/devices")).unwrap() {
         let file = entry.unwrap().path().join("config");
@@ -144,7 +144,7 @@ fn without_privileges_roles_follow_from_the_place() {
 }
 
 #[test]
-fn acs_redirection_sends_traffic_through_the_host_bridge() {
+fn acs_redirection_makes_path_class_host_bridge() {
     let tree = Tree::new();
     tree.put("0000:02:00.0", "config", &config(0x6, Some(0x01)));
     assert_eq!(tree.class("0000:03:00.0", "0000:04:00.0").0, PathClass::SameSwitch);
@@ -159,7 +159,7 @@ fn acs_redirection_sends_traffic_through_the_host_bridge() {
 }
 
 #[test]
-fn the_narrowest_link_counts() {
+fn bandwidth_is_that_of_narrowest_link() {
     let tree = Tree::new();
     for (addr, speed, width) in [
         ("0000:03:00.0", "16.0 GT/s PCIe", "16"),
@@ -172,14 +172,14 @@ fn the_narrowest_link_counts() {
         tree.put(addr, "current_link_width", width.as_bytes());
     }
     assert_eq!(tree.path("0000:03:00.0", "0000:04:00.0").bandwidth, Some(3938));
-    // The link above the switch is on the path; that of a downstream port is the device's.
+    // The link above the switch is on the path. The attributes of a downstream port describe the device's link.
     assert_eq!(tree.path("0000:03:00.0", "0000:08:00.0").bandwidth, Some(250));
     assert_eq!(tree.path("0000:03:00.0", "0000:03:00.1").bandwidth, None);
     assert_eq!(tree.path("0000:08:00.0", "0000:81:00.0").bandwidth, None);
 }
 
 #[test]
-fn a_function_that_does_not_exist_is_an_error() {
+fn path_to_missing_function_is_refused() {
     let tree = Tree::new();
     let client = Client::new("0000:99:00.0".parse().unwrap());
     let error = path_between_in(tree.sys(), "0000:03:00.0".parse().unwrap(), &client).unwrap_err();
@@ -188,9 +188,9 @@ fn a_function_that_does_not_exist_is_an_error() {
 
 proptest! {
     #[test]
-    fn no_configuration_space_is_read_past_its_end(mut bytes in prop::collection::vec(any::<u8>(), 0..4097), at in 0usize..4096) {
+    fn capability_lists_of_any_bytes_are_parsed(mut bytes in prop::collection::vec(any::<u8>(), 0..4097), at in 0usize..4096) {
         let _ = (pcie_type(&bytes), acs_control(&bytes));
-        // A list that ends in itself.
+        // A pointer of the list is replaced, so that the list can be a loop.
         if let Some(byte) = bytes.get_mut(at) {
             *byte = 0x50;
         }
@@ -199,17 +199,17 @@ proptest! {
 }
 
 #[test]
-fn walks_are_kept_until_the_function_moves_or_all_are_forgotten() {
+fn walk_cache_follows_moved_functions() {
     let tree = Tree::new();
     let mut walks = Walks::default();
     let addr = "0000:03:00.0".parse().unwrap();
     let redirects = |walks: &mut Walks| walks.get(tree.sys(), addr).unwrap().ports[1].acs_redirect;
     assert!(!redirects(&mut walks));
     tree.put("0000:02:00.0", "config", &config(0x6, Some(0x1d)));
-    assert!(!redirects(&mut walks), "kept");
+    assert!(!redirects(&mut walks), "the walk is cached");
     walks.forget();
     assert!(redirects(&mut walks));
-    // The function is plugged in elsewhere.
+    // The function is hot-plugged into another slot.
     fs::remove_file(tree.sys().join("bus/pci/devices/0000:03:00.0")).unwrap();
     assert!(walks.get(tree.sys(), addr).is_none());
     tree.add("pci0000:80", "0000:03:00.0", ACCEL, 0);

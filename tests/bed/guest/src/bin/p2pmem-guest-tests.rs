@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs one test in a guest: `p2pmem-guest-tests run NAME` one of the module, `without-module NAME` one of the library
-//! without the module. `list` lists the tests of the module. The harness on the host starts this program.
+//! Runs one test in a guest. `p2pmem-guest-tests run NAME` runs a test of the module, `without-module NAME` a test of
+//! the library without the module, and `list` lists the tests of the module. The harness on the host starts this
+//! program.
 
 use std::process::ExitCode;
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the library in a guest without the module: memory that a driver published, and BARs by vfio-pci
-//! ([`backends_vfio`](super::backends_vfio)).
+//! Tests of the library in a guest without the module: memory that a driver published, and, in
+//! [`backends_vfio`](super::backends_vfio), BARs of devices that are bound to vfio-pci.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt;
@@ -26,11 +26,11 @@ use crate::limits::scaled;
 use crate::wire::Request;
 use crate::{host, in_time, sys};
 
-/// One test.
+/// A test.
 pub struct Check {
     /// The name, for `without-module NAME`.
     pub name: &'static str,
-    /// What the test checks, in one line.
+    /// A one-line description of the test.
     pub about: &'static str,
     pub(super) run: fn(&Devices) -> Result<()>,
 }
@@ -38,7 +38,7 @@ pub struct Check {
 const CHECKS: &[Check] = &[
     Check {
         name: "sysfs-direct-io",
-        about: "memory near a drive is chosen, and the drive's data goes to it without a byte in host memory",
+        about: "memory near a drive is chosen, and the drive transfers data to it without host memory",
         run: direct_io,
     },
     Check {
@@ -48,32 +48,32 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "sysfs-killed",
-        about: "the memory of a process that is killed comes back",
+        about: "the memory of a killed process is freed",
         run: killed,
     },
     Check {
         name: "sysfs-user",
-        about: "an ordinary user gets an error with the file and a remedy",
+        about: "a user without permission gets an error with the file and a remedy",
         run: ordinary_user,
     },
     Check {
         name: "sysfs-unbind",
-        about: "unbinding the drive ends mappings of its memory, and what was allocated is reported as gone",
+        about: "unbinding the drive ends mappings of its memory, and buffers are reported as gone",
         run: unbind_drive,
     },
     Check {
         name: "no-iommu",
-        about: "without an IOMMU the backend vfio says what to do",
+        about: "without an IOMMU, the error of the backend vfio has a remedy",
         run: no_iommu,
     },
 ];
 
-/// The time limit for memory to come back.
+/// The time limit for memory to be freed.
 const LIMIT: Duration = Duration::from_secs(20);
-/// A user without rights.
+/// A user without privileges.
 pub(super) const NOBODY: u32 = 65_534;
 
-/// The name of the processes of these tests.
+/// The name of the processes that these tests start.
 pub(super) const PART: &str = "backends";
 
 /// Runs a test by name.
@@ -92,6 +92,7 @@ pub fn run(name: &str) -> Result<()> {
     without_module()
 }
 
+/// Fails if the module is loaded.
 fn without_module() -> Result<()> {
     ensure!(
         !Path::new("/sys/module/p2pmem").exists() && !Path::new(p2pmem::DEFAULT_PATH).exists(),
@@ -100,7 +101,7 @@ fn without_module() -> Result<()> {
     Ok(())
 }
 
-/// A device of the topology as a client.
+/// Returns a device of the topology as a client.
 pub(super) fn client(devices: &Devices, name: &str) -> Result<Client> {
     let device = devices
         .get(name)
@@ -108,19 +109,19 @@ pub(super) fn client(devices: &Devices, name: &str) -> Result<Client> {
     Ok(Client::new(device.bdf.parse()?))
 }
 
-/// The id of the provider that a device of the topology is.
+/// Returns the id of the provider that is a device of the topology.
 pub(super) fn provider(device: &Device, devices: &Devices, name: &str) -> Result<u32> {
     let addr = client(devices, name)?.addr();
     let found = device.providers()?.into_iter().find(|provider| provider.addr == addr);
     Ok(found.with_context(|| format!("{name} is no provider"))?.id)
 }
 
-/// The counters of the devices.
+/// Returns the counters of all devices.
 pub(super) fn counters() -> Result<Value> {
     host::request(&Request::Snapshot)
 }
 
-/// Fails unless `result` is an error, and returns it.
+/// Returns the error in `result`, or fails if `result` is not an error.
 pub(super) fn refused<T>(what: &str, result: p2pmem::Result<T>) -> Result<Error> {
     match result {
         Ok(_) => bail!("{what} succeeded"),
@@ -139,7 +140,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
 
 const MIB: usize = 1 << 20;
 
-/// Bytes that the pool of a drive has free.
+/// Returns the number of free bytes in the pool of a drive.
 fn available(devices: &Devices, name: &str) -> Result<u64> {
     let device = devices
         .get(name)
@@ -147,6 +148,7 @@ fn available(devices: &Devices, name: &str) -> Result<u64> {
     Ok(read(&device.sysfs().join("p2pmem/available"))?.parse()?)
 }
 
+/// Returns the path of a drive's block device.
 fn block(devices: &Devices, name: &str) -> Result<PathBuf> {
     let device = devices
         .get(name)
@@ -157,7 +159,7 @@ fn block(devices: &Devices, name: &str) -> Result<PathBuf> {
         .with_context(|| format!("{name} has no block device"))
 }
 
-/// Fails unless a number becomes what it should be.
+/// Waits until `now` returns `wanted`. Fails after [`LIMIT`].
 fn becomes(what: &str, wanted: u64, now: impl Fn() -> Result<u64>) -> Result<()> {
     let deadline = Instant::now() + scaled(LIMIT);
     loop {
@@ -178,7 +180,7 @@ fn direct_io(devices: &Devices) -> Result<()> {
     ensure!(device.backend() == Backend::Sysfs, "{:?}", device.backend());
     let nvme0 = client(devices, "nvme0")?;
     let request = AllocRequest::new(MIB as u64).near([nvme0.clone()]);
-    // nvme1 is below the drive's switch, nvme2 below another root port.
+    // nvme1 is below the switch of nvme0, nvme2 below another root port.
     let explanation = device.explain(&request)?;
     println!("{}", explanation.lines().join("\n"));
     ensure!(
@@ -208,7 +210,7 @@ fn direct_io(devices: &Devices) -> Result<()> {
     memory.write_to(&file, 0, 0..MIB)?;
     memory.fill(0..MIB, 0)?;
     ensure!(memory.read_from(&file, 0, 0..MIB)? == MIB, "a short read");
-    check(&memory, 1).context("what the drive wrote and read")?;
+    check(&memory, 1).context("the data that the drive wrote and read")?;
     let after = counters()?;
     let moved = |target: &str| {
         let bytes = |value: &Value| value["nvme0"]["payload"][target].as_u64().unwrap_or(0);
@@ -217,9 +219,9 @@ fn direct_io(devices: &Devices) -> Result<()> {
     let (near, host, unknown) = (moved("nvme1"), moved("host"), moved("unknown"));
     ensure!(
         (near, host, unknown) == (2 * MIB as u64, 0, 0),
-        "the drive moved {near} bytes of nvme1, {host} of the host, and {unknown} of unknown memory"
+        "the drive transferred {near} bytes of nvme1, {host} of the host, and {unknown} of unknown memory"
     );
-    // The same data by the host's memory: the drive has the pattern.
+    // The drive has the pattern: read a block of it into other memory, and copy the block to host memory.
     let mut indirect = vec![0u64; 512];
     let second = device.alloc(&request.clone().provider(provider(&device, devices, "nvme2")?))?;
     let far = second.map()?;
@@ -249,7 +251,7 @@ fn full(devices: &Devices) -> Result<()> {
     let request = |bytes: u64| AllocRequest::new(bytes).provider(id);
     let free = available(devices, "nvme2")?;
     let mut held = Vec::new();
-    // As many large pieces as fit, then smaller ones.
+    // Fill the pool with large pieces, then with smaller ones.
     for piece in [MIB as u64, 64 << 10, 4096] {
         while available(devices, "nvme2")? >= piece {
             held.push(device.alloc(&request(piece))?);
@@ -278,12 +280,13 @@ fn full(devices: &Devices) -> Result<()> {
     becomes("what nvme2 has free", free, || available(devices, "nvme2"))
 }
 
-/// A process that holds a mebibyte of a drive's memory.
+/// The process `hold`: holds a mebibyte of a drive's memory.
 fn hold(name: &str) -> Result<()> {
     let (_buffer, _memory) = held(name)?;
     ready()
 }
 
+/// Allocates a mebibyte of a drive's memory and fills it.
 fn held(name: &str) -> Result<(p2pmem::Buffer, Mapping)> {
     let devices = devices::load()?;
     let device = Device::open_backend(Backend::Sysfs)?;
@@ -306,7 +309,7 @@ fn killed(devices: &Devices) -> Result<()> {
 
 fn ordinary_user(_devices: &Devices) -> Result<()> {
     let opened = sys::as_user(NOBODY, NOBODY, &[], || Device::open_backend(Backend::Sysfs)).map_err(super::errno)?;
-    let error = refused("opening as an ordinary user", opened)?;
+    let error = refused("opening without permission", opened)?;
     println!("{error}\n  {}", error.remedy().unwrap_or_default());
     ensure!(
         matches!(&error, Error::Open { path, .. } if path.ends_with("p2pmem/allocate")),
@@ -317,19 +320,18 @@ fn ordinary_user(_devices: &Devices) -> Result<()> {
         error.remedy().is_some_and(|remedy| remedy.contains("run as root")),
         "{error}"
     );
-    // The scan needs no rights.
+    // The inventory needs no privileges.
     let read = sys::as_user(NOBODY, NOBODY, &[], || p2pmem::inventory::Inventory::read(None)).map_err(super::errno)?;
-    let has_sysfs = |memory_device: &p2pmem::inventory::MemoryDevice| {
-        memory_device.best().is_some_and(|best| best.backend == Backend::Sysfs)
-    };
+    let has_sysfs =
+        |device: &p2pmem::inventory::MemoryDevice| device.best().is_some_and(|best| best.backend == Backend::Sysfs);
     ensure!(
         read?.memory_devices.iter().any(has_sysfs),
-        "no device's best source is sysfs"
+        "no device has sysfs as its best source"
     );
     Ok(())
 }
 
-/// A process that touches a drive's memory after the drive was unbound.
+/// The process `touch`: accesses a drive's memory after the drive was unbound.
 fn touch(name: &str) -> Result<()> {
     let (buffer, memory) = held(name)?;
     ensure!(buffer.info()?.state == BufferState::Live, "{:?}", buffer.info()?);
@@ -365,14 +367,14 @@ fn no_iommu(devices: &Devices) -> Result<()> {
         error.remedy().is_some_and(|remedy| remedy.contains("intel_iommu=on")),
         "{error}"
     );
-    // The kernel agrees: vfio-pci does not bind.
+    // vfio-pci of this kernel does not bind to a device without an IOMMU.
     let accel = devices["accel0"].sysfs();
     command("modprobe", &["vfio-pci"])?;
     write(&accel.join("driver_override"), "vfio-pci")?;
     write(Path::new("/sys/bus/pci/drivers_probe"), &devices["accel0"].bdf)?;
     ensure!(!accel.join("driver").exists(), "vfio-pci was bound without an IOMMU");
     write(&accel.join("driver_override"), "\n")?;
-    // A program with other needs than the backend has gets an error that names each backend.
+    // If no backend has a needed capability, the error has the reason of each backend.
     let error = refused(
         "dma-bufs",
         p2pmem::DeviceOptions::new().needs(Capability::DmaBuf).open(),
@@ -382,7 +384,7 @@ fn no_iommu(devices: &Devices) -> Result<()> {
         bail!("{error}")
     };
     ensure!(others.len() == 2 && error.kind() == ErrorKind::ModuleMissing, "{error}");
-    // The preferred backend needs no options, and unprivileged programs are not offered another one silently.
+    // The module is not loaded.
     let plain = OpenOptions::new()
         .read(true)
         .custom_flags(libc::O_NONBLOCK)

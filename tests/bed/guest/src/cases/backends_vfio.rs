@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! BARs by vfio-pci in a machine with an IOMMU and a NIC, without the module; dma-bufs of any origin.
+//! Tests without the module in a machine with an IOMMU and a NIC: BARs of devices that are bound to vfio-pci, and
+//! dma-bufs of other drivers.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
@@ -32,37 +33,37 @@ use crate::{in_time, sys};
 pub(super) const CHECKS: &[Check] = &[
     Check {
         name: "vfio-rdma",
-        about: "a NIC moves bytes between BARs by vfio-pci, each is verified, and none is in host memory",
+        about: "a NIC transfers data between BARs of vfio-pci devices without host memory",
         run: rdma,
     },
     Check {
         name: "vfio-any-bar",
-        about: "a BAR that the program names is mapped and exported, also one of registers",
+        about: "a BAR that the program selects is mapped and exported, also a BAR with registers",
         run: any_bar,
     },
     Check {
         name: "vfio-refused",
-        about: "devices that are not bound, not accessible, in use or full are errors with a remedy",
-        run: unhappy,
+        about: "errors for devices that are not bound, not accessible, in use or full have a remedy",
+        run: refusals,
     },
     Check {
         name: "vfio-killed",
-        about: "a killed exporter's memory is revoked from a NIC and comes back; no stray write reaches the next owner",
+        about: "memory of a killed exporter is revoked from a NIC and freed; no write reaches the next owner",
         run: killed,
     },
     Check {
         name: "vfio-unbind",
-        about: "unbinding waits for the program with the device, and then no write of a NIC reaches the memory",
+        about: "unbinding waits for the program that has the device; after that, no write of a NIC reaches the memory",
         run: unbind,
     },
     Check {
         name: "vfio-reset",
-        about: "a NIC has no access while the device's memory is disabled, and access again after a reset",
+        about: "a NIC has no access while the device's memory is disabled, and has access after a reset",
         run: reset,
     },
 ];
 
-/// Binds devices to vfio-pci, and takes all others of the topology's accelerators from it.
+/// Binds the `wanted` accelerators to vfio-pci, and unbinds the other accelerators of the topology.
 fn bind(devices: &Devices, wanted: &[&str]) -> Result<()> {
     command("modprobe", &["-a", "vfio-pci", "vfio_iommu_type1"])?;
     for name in ["accel0", "accel1"] {
@@ -102,7 +103,7 @@ impl Wire {
         Ok(Wire { nic, pd })
     }
 
-    /// Two ends of a connection of the NIC with itself. The test uses the first one.
+    /// Connects the NIC with itself. Returns both ends; the test uses the first one.
     fn pair(&self) -> Result<(Queue, Queue)> {
         let (mut near, mut far) = (self.nic.queue(&self.pd)?, self.nic.queue(&self.pd)?);
         near.connect(&far.endpoint())?;
@@ -110,20 +111,21 @@ impl Wire {
         Ok((near, far))
     }
 
-    /// Writes all of a registration to remote memory, through a connection of its own.
+    /// Writes all of a registration to remote memory, through a new connection.
     fn write(&self, from: &Registration, to: &RemoteMemory) -> p2pmem::Result<()> {
         let (mut queue, _far) = self.pair().map_err(|error| Error::State(format!("{error:#}")))?;
         queue.write(from, 0..from.len(), to, 0)
     }
 }
 
-/// Payload of the NIC by target, in bytes read and written together.
+/// Returns the NIC's payload of a target in bytes: reads and writes.
 fn payload(counters: &Value, target: &str) -> u64 {
     let bytes = &counters["nic0"]["counters"]["payload_by_target"][target];
     bytes["read"].as_u64().unwrap_or(0) + bytes["written"].as_u64().unwrap_or(0)
 }
 
-/// Payload that `work` made the NIC move: of host memory, by messages (the BARs of other devices, behind an IOMMU), and other.
+/// Returns the payload in bytes that the NIC transfers during `work`: of host memory, by messages (BARs of other
+/// devices, behind an IOMMU), and of other memory.
 fn moved(work: impl FnOnce() -> Result<()>) -> Result<[u64; 3]> {
     let before = counters()?;
     work()?;
@@ -217,14 +219,14 @@ fn rdma(devices: &Devices) -> Result<()> {
     })?;
     println!("payload of 2 transfers of {MIB} bytes, in host memory, by messages, other: {bytes:?}");
     ensure!(bytes == [0, 4 * MIB as u64, 0], "{bytes:?}");
-    // The counters see host memory: half of this payload is there.
+    // The counters count host memory, which has half of this payload.
     let host = HostMemory::new(&wire)?;
     host.fill(4);
     let bytes = moved(|| Ok(wire.write(&host.registration, &received.remote())?))?;
     check(&to, 4)?;
     ensure!(bytes == [MIB as u64, MIB as u64, 0], "{bytes:?}");
 
-    // The memory goes back when its last user is gone: another program can then open the device.
+    // The device is closed after its last user is gone. Another `Device` can then open it.
     let error = refused(
         "direct I/O",
         from.read_from(&std::fs::File::open("/dev/null")?, 0, 0..4096),
@@ -244,7 +246,7 @@ fn rdma(devices: &Devices) -> Result<()> {
         .alloc(&request)
         .err()
         .filter(|error| error.kind() == ErrorKind::Busy)
-        .context("another device was opened while registrations hold it")?;
+        .context("accel0 was opened twice, although registrations hold it")?;
     received.deregister()?;
     drop(sent);
     buffer_of(&Device::open()?, devices, &wire, "accel0")?;
@@ -268,7 +270,7 @@ fn any_bar(devices: &Devices) -> Result<()> {
         exporter.as_deref().is_some_and(|name| name.contains("vfio")),
         "{exporter:?}"
     );
-    // The other device has its BAR for memory.
+    // The library uses the BAR for memory of the other device.
     let other = provider(&device, devices, "accel0")?;
     let bars: Vec<_> = device.providers()?.iter().map(|p| (p.id == other, p.bar)).collect();
     ensure!(
@@ -283,7 +285,7 @@ fn any_bar(devices: &Devices) -> Result<()> {
     Ok(())
 }
 
-/// Fails unless an error has these words, and its remedy those.
+/// Fails unless the text of an error has `words`, and its remedy has `remedy`.
 fn said(error: &Error, words: &str, remedy: &str) -> Result<()> {
     println!("{error}\n  {}", error.remedy().unwrap_or_default());
     ensure!(error.to_string().contains(words), "{words:?} is not in: {error}");
@@ -295,7 +297,7 @@ fn said(error: &Error, words: &str, remedy: &str) -> Result<()> {
     Ok(())
 }
 
-fn unhappy(devices: &Devices) -> Result<()> {
+fn refusals(devices: &Devices) -> Result<()> {
     bind(devices, &[])?;
     let error = refused("a device without a driver", Device::open_backend(Backend::Vfio))?;
     said(&error, "is not bound to vfio-pci", "driver_override")?;
@@ -303,7 +305,7 @@ fn unhappy(devices: &Devices) -> Result<()> {
 
     bind(devices, &["accel0"])?;
     let opened = sys::as_user(NOBODY, NOBODY, &[], || Device::open_backend(Backend::Vfio)).map_err(errno)?;
-    let error = refused("opening as an ordinary user", opened)?;
+    let error = refused("opening without permission", opened)?;
     said(&error, "cannot open /dev/vfio/", "run as root")?;
     ensure!(error.kind() == ErrorKind::PermissionDenied, "{error}");
 
@@ -336,17 +338,17 @@ fn unhappy(devices: &Devices) -> Result<()> {
     Ok(())
 }
 
-/// Seed of the pattern in a holder's memory.
+/// Seed of the pattern in the memory of [`holder`].
 const HELD: u64 = 7;
 
-/// Starts a process that has a mebibyte of a device's BAR. Returns the process and its dma-buf of the memory.
+/// Starts a process that allocates a mebibyte of a device's BAR. Returns the process and its dma-buf of the memory.
 fn holder(name: &str) -> Result<(Part, OwnedFd)> {
     let path = format!("/run/p2pmem/backends-{}.sock", std::process::id());
     let _ = std::fs::remove_file(&path);
     let listener = UnixListener::bind(&path).with_context(|| path.clone())?;
     let result = std::thread::scope(|scope| {
         let receiver = scope.spawn(|| receive(&listener.accept()?.0));
-        // If the part ends too early, nobody waits for it.
+        // If the process ends early, this connection ends the receiver's wait.
         let part = Part::start(PART, &["export", &path, name]).inspect_err(|_| drop(UnixStream::connect(&path)))?;
         let fd = receiver
             .join()
@@ -374,7 +376,7 @@ pub(super) fn part(arguments: &[String]) -> Result<()> {
     ready()
 }
 
-/// A registration of another process's memory, and host memory to write to it.
+/// A registration of another process's memory, and host memory as the source of writes.
 struct Foreign {
     wire: Wire,
     host: HostMemory,
@@ -382,7 +384,7 @@ struct Foreign {
 }
 
 impl Foreign {
-    /// Registers the dma-buf of another process, and moves bytes to and from it.
+    /// Registers the dma-buf of another process, and transfers data to and from it.
     fn new(devices: &Devices, name: &str, fd: OwnedFd) -> Result<Foreign> {
         let wire = Wire::new(devices)?;
         let dmabuf = DmaBuf::from_fd(fd)?;
@@ -410,7 +412,7 @@ impl Foreign {
         self.wire.write(&self.host.registration, &self.registration.remote())
     }
 
-    /// Fails unless writes to the revoked memory end with an error and reach nothing of the next owner's.
+    /// Fails unless writes to the revoked memory fail, and do not change the memory of the next owner.
     fn is_revoked(&self, devices: &Devices, name: &str) -> Result<()> {
         ended("a write to revoked memory", self.write(), REMOTE_ACCESS)?;
         let device = Device::open_backend(Backend::Vfio)?;
@@ -424,7 +426,7 @@ impl Foreign {
         for _ in 0..3 {
             ended("a write to another's memory", self.write(), REMOTE_ACCESS)?;
         }
-        check(&memory, 9).context("a stray write")
+        check(&memory, 9).context("a write to revoked memory changed the next owner's memory")
     }
 }
 
@@ -445,7 +447,7 @@ fn unbind(devices: &Devices) -> Result<()> {
     std::thread::scope(|scope| {
         let unbinding = scope.spawn(|| write(&sysfs.join("driver/unbind"), &devices["accel0"].bdf));
         let waits = log.wait(&[&devices["accel0"].bdf, "blocked until released by user"]);
-        // The program still has the device.
+        // Unbinding waits, and the program still has the device.
         let write = foreign.write();
         let start = Instant::now();
         part.finish()?;
@@ -480,7 +482,7 @@ fn reset(devices: &Devices) -> Result<()> {
     wire.write(&host.registration, &registration.remote())?;
     check(&memory, 1)?;
 
-    // The library's descriptor of the function: the test disables the memory as another user of the device might.
+    // The test uses the library's descriptor of the function to disable the memory.
     let function = vfio_function()?;
     let config = sys::vfio_config(function.as_fd()).map_err(errno)?;
     let file = std::fs::File::from(function.try_clone()?);
@@ -503,7 +505,7 @@ fn reset(devices: &Devices) -> Result<()> {
         REMOTE_ACCESS,
     )?;
     set(true)?;
-    check(&memory, 1).context("a stray write")?;
+    check(&memory, 1).context("a write to disabled memory changed the memory")?;
     wire.write(&host.registration, &registration.remote())?;
     check(&memory, 2)?;
 
@@ -515,7 +517,7 @@ fn reset(devices: &Devices) -> Result<()> {
     check(&memory, 3)
 }
 
-/// A copy of this process's descriptor of the one function that is open by VFIO.
+/// Duplicates this process's descriptor of the function that is open by VFIO. Fails unless one function is open.
 fn vfio_function() -> Result<OwnedFd> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd")? {

@@ -151,7 +151,7 @@ impl Part {
         succeeded(self.0.wait()?)
     }
 
-    /// Waits for the end of the process, however it ends.
+    /// Waits for the end of the process, and returns its status.
     pub(super) fn end(mut self) -> Result<ExitStatus> {
         Ok(self.0.wait()?)
     }

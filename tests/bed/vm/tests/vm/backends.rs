@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the library without the module, which is not loaded in these guests: memory that a driver published, and BARs
-//! by vfio-pci. `p2pmem_guest::cases::backends` has the tests.
+//! Tests of the library in guests that never load the module: memory that a driver published, and BARs of devices that
+//! are bound to vfio-pci. `p2pmem_guest::cases::backends` has the tests.
 
 use anyhow::{Context, Result};
 use p2pmem_vm::cluster::Cluster;
@@ -9,9 +9,9 @@ use p2pmem_vm::vm::{Command, sibling};
 
 use crate::{LIMIT, Test, describe, failure, run};
 
-/// The machine of the tests with memory that a driver published.
+/// The topology of the tests with memory that a driver published.
 const DRIVES: &str = "backends";
-/// The machine of the tests with vfio-pci. Tests on the stock kernel in this machine must not load the module.
+/// The topology of the tests with vfio-pci. No test of this topology on the stock kernel loads the module.
 const IOMMU: &str = "iommu-nic";
 
 /// The tests.

@@ -19,12 +19,12 @@ const MIB: u64 = 1 << 20;
 /// BAR, offset and length of a dma-buf.
 type Export = (u8, u64, u64);
 
-/// What the tests see of open functions.
+/// The state of the open functions of a test.
 #[derive(Default)]
 struct Log {
     open: AtomicUsize,
     exports: Mutex<Vec<Export>>,
-    /// Dma-bufs, by inode, that somebody else uses.
+    /// Inodes of the dma-bufs that count as used by others.
     used: Mutex<Vec<u64>>,
     fail: Mutex<Option<Failure>>,
 }
@@ -59,7 +59,7 @@ impl OpenFunction for Test {
     }
 }
 
-/// A machine with an accelerator that is bound to vfio-pci.
+/// Returns a machine with an accelerator that is bound to vfio-pci.
 fn machine() -> Machine {
     let machine = Machine::new("7.2.12");
     let folder = machine.function("pci0000:00", ACCEL, "0x120000", "vfio-pci", MIB);
@@ -109,7 +109,7 @@ fn unavailable_text(machine: &Machine) -> (String, &'static str) {
 }
 
 #[test]
-fn a_bar_is_allocated_mapped_and_registered() {
+fn bar_is_allocated_mapped_and_registered() {
     let machine = machine();
     let (device, log) = device(&machine, &[]);
     let provider = &device.providers().unwrap()[0];
@@ -138,7 +138,7 @@ fn a_bar_is_allocated_mapped_and_registered() {
     assert_eq!(*lock(&log.exports), [(2, 65536, 8192)]);
     assert_eq!(second.info().unwrap().exports, 1);
 
-    // By the addresses of the mapping, after the buffer was freed.
+    // An export by the addresses of the mapping, after the buffer was freed.
     drop(second);
     let part = high.export(&ExportOptions::new().range(4096..8192)).unwrap();
     assert_eq!(part.size(), 4096);
@@ -146,7 +146,7 @@ fn a_bar_is_allocated_mapped_and_registered() {
     assert_eq!(device.stats(None).unwrap().exports, 1, "those of buffers");
     let error = low.export(&ExportOptions::new().range(0..100)).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EINVAL));
-    // Ranges that continue each other are one; others the kernel would map to wrong addresses.
+    // Adjacent ranges are one range. Other ranges are refused, because the kernel would map them to wrong addresses.
     let parts = ExportOptions::new().range(0..4096).range(4096..8192);
     assert_eq!(high.export(&parts).unwrap().size(), 8192);
     assert_eq!(lock(&log.exports)[2], (2, 65536, 8192));
@@ -160,11 +160,11 @@ fn a_bar_is_allocated_mapped_and_registered() {
     }
     let error = first.export(&ExportOptions::new().pinned(true)).unwrap_err();
     assert_eq!(error.errno(), Some(libc::EOPNOTSUPP));
-    assert!(error.reason().unwrap().contains("revokes"), "{error}");
+    assert!(error.reason().unwrap().contains("revoke"), "{error}");
 }
 
 #[test]
-fn a_function_is_open_while_memory_of_it_is_held() {
+fn function_is_open_while_its_memory_is_held() {
     let machine = machine();
     let (device, log) = device(&machine, &[]);
     let open = || log.open.load(Ordering::SeqCst);
@@ -183,12 +183,12 @@ fn a_function_is_open_while_memory_of_it_is_held() {
 }
 
 #[test]
-fn memory_that_another_process_can_reach_is_not_allocated_again() {
+fn memory_of_open_dma_buf_is_not_allocated_again() {
     let machine = machine();
     let (device, log) = device(&machine, &[]);
     let _holds_the_function = device.alloc(&Request::new(4096)).unwrap();
     let buffer = device.alloc(&Request::new(MIB / 2)).unwrap();
-    // The descriptor goes to another process.
+    // The descriptor stands for a descriptor of another process.
     let passed = OwnedFd::from(buffer.share().unwrap());
     drop(buffer);
     let provider = &device.providers().unwrap()[0];
@@ -199,14 +199,14 @@ fn memory_that_another_process_can_reach_is_not_allocated_again() {
         error.to_string().contains("512 KiB of freed buffers still in use"),
         "{error}"
     );
-    // It closes the descriptor.
+    // The other process closes the descriptor.
     lock(&log.used).clear();
     drop(passed);
     device.alloc(&Request::new(MIB / 2)).unwrap();
 }
 
 #[test]
-fn named_bars_are_used_instead_of_the_largest_one() {
+fn selected_bar_is_used_instead_of_largest() {
     let machine = machine();
     let addr: PciAddr = ACCEL.parse().unwrap();
     let folder = machine.root().join("sys/bus/pci/devices").join(ACCEL);
@@ -229,7 +229,7 @@ fn named_bars_are_used_instead_of_the_largest_one() {
 }
 
 #[test]
-fn a_device_of_another_driver_is_named_with_what_to_do() {
+fn error_names_device_that_is_not_bound_and_remedy() {
     let machine = machine();
     let folder = machine.root().join("sys/bus/pci/devices").join(ACCEL);
     machine.bind(&folder, "fpga");
@@ -255,7 +255,7 @@ fn a_device_of_another_driver_is_named_with_what_to_do() {
 }
 
 #[test]
-fn the_function_s_own_node_comes_before_that_of_the_group() {
+fn node_of_function_is_preferred_to_node_of_group() {
     let machine = machine();
     let addr = ACCEL.parse().unwrap();
     let root = machine.root();
@@ -322,7 +322,7 @@ fn failures_of_vfio_have_a_remedy() {
 }
 
 #[test]
-fn memory_of_a_device_that_was_taken_away_is_gone() {
+fn memory_is_gone_after_device_is_unbound() {
     let machine = machine();
     let (device, _log) = device(&machine, &[]);
     let buffer = device.alloc(&Request::new(4096)).unwrap();
@@ -334,7 +334,7 @@ fn memory_of_a_device_that_was_taken_away_is_gone() {
 }
 
 #[test]
-fn references_are_read_from_fdinfo() {
+fn reference_count_is_read_from_fdinfo() {
     let text = "pos:\t0\nflags:\t02000002\nmnt_id:\t11\nino:\t45\nsize:\t4096\ncount:\t3\nexp_name:\tvfio_pci_core\n";
     assert_eq!(references(text), Some(3));
     assert_eq!(references("pos:\t0\n"), None);
