@@ -219,8 +219,26 @@ fn link(folder: &FsPath) -> u32 {
 /// Returns the kernel's distance between two NUMA nodes (10 = local).
 pub(crate) fn numa_distance(sys: &FsPath, from: Option<u32>, to: Option<u32>) -> Option<u32> {
     let (from, to) = (from?, to?);
-    let row = read_attribute(&sys.join(format!("devices/system/node/node{from}/distance")))?;
-    row.split_whitespace().nth(to as usize)?.parse().ok()
+    let nodes = sys.join("devices/system/node");
+    // A row has one column for each node that is online.
+    let column = index_in(&read_attribute(&nodes.join("online"))?, to)?;
+    let row = read_attribute(&nodes.join(format!("node{from}/distance")))?;
+    row.split_whitespace().nth(column)?.parse().ok()
+}
+
+/// Returns the index of a number in a list of sysfs, such as `0-1,4`; none if the list does not have the number.
+fn index_in(list: &str, number: u32) -> Option<usize> {
+    let mut index = 0usize;
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
+        if (first..=last).contains(&number) {
+            return index.checked_add(usize::try_from(number - first).ok()?);
+        }
+        let len = last.checked_sub(first)?.checked_add(1)?;
+        index = index.checked_add(usize::try_from(len).ok()?)?;
+    }
+    None
 }
 
 /// Returns the path between two functions. The fields `provider` and `client` of the result are 0.

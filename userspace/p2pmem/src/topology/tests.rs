@@ -60,12 +60,18 @@ impl Tree {
         for (addr, node) in [("08", "0"), ("03", "0"), ("41", "0"), ("81", "1")] {
             tree.put(&format!("0000:{addr}:00.0"), "numa_node", node.as_bytes());
         }
-        for (node, row) in [("0", "10 21"), ("1", "21 10")] {
-            let folder = tree.sys().join(format!("devices/system/node/node{node}"));
+        tree.nodes("0-1", &[("0", "10 21"), ("1", "21 10")]);
+        tree
+    }
+
+    fn nodes(&self, online: &str, rows: &[(&str, &str)]) {
+        let nodes = self.sys().join("devices/system/node");
+        for (node, row) in rows {
+            let folder = nodes.join(format!("node{node}"));
             fs::create_dir_all(&folder).unwrap();
             fs::write(folder.join("distance"), format!("{row}\n")).unwrap();
         }
-        tree
+        fs::write(nodes.join("online"), format!("{online}\n")).unwrap();
     }
 
     fn sys(&self) -> &FsPath {
@@ -176,6 +182,24 @@ fn bandwidth_is_that_of_narrowest_link() {
     assert_eq!(tree.path("0000:03:00.0", "0000:08:00.0").bandwidth, Some(250));
     assert_eq!(tree.path("0000:03:00.0", "0000:03:00.1").bandwidth, None);
     assert_eq!(tree.path("0000:08:00.0", "0000:81:00.0").bandwidth, None);
+}
+
+#[test]
+fn numa_distance_is_read_from_column_of_online_node() {
+    let tree = Tree::new();
+    tree.nodes("0,2-3", &[("0", "10 21 31"), ("2", "21 10 41"), ("3", "31 41 10")]);
+    let distance = |from, to| numa_distance(tree.sys(), Some(from), Some(to));
+    assert_eq!(
+        (distance(0, 2), distance(0, 3), distance(3, 2)),
+        (Some(21), Some(31), Some(41))
+    );
+    assert_eq!((distance(0, 1), distance(5, 0), distance(0, 4)), (None, None, None));
+    assert_eq!(
+        (index_in("", 0), index_in("3-1,5", 5), index_in("x", 0)),
+        (None, None, None)
+    );
+    tree.nodes("0-1", &[("0", "10")]);
+    assert_eq!(distance(0, 1), None);
 }
 
 #[test]
