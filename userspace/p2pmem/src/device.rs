@@ -27,6 +27,16 @@ pub const DEFAULT_PATH: &str = "/dev/p2pmem";
 /// Most attempts to read an answer that grew between the query for its size and the query for its content.
 const MAX_ATTEMPTS: usize = 8;
 
+/// Returns the error of a failed call for which the backend records no message.
+pub(crate) fn failure_without_message(operation: Operation, error: io::Error) -> Error {
+    // The backends without the module also return errors of this crate.
+    error.downcast().unwrap_or_else(|error| Error::Refused {
+        operation,
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        reason: None,
+    })
+}
+
 /// An open `/dev/p2pmem`, or another [`Backend`]. Clones share the open file; buffers allocated through the device keep
 /// the file open.
 ///
@@ -148,25 +158,19 @@ impl Device {
         operation: Operation,
         f: impl FnOnce(&dyn Kernel) -> io::Result<T>,
     ) -> Result<T> {
-        f(self.kernel()).map_err(|error| self.refusal(operation, error))
+        f(self.kernel()).map_err(|error| self.failure(operation, error))
     }
 
-    /// The error of a call that the backend refused.
-    fn refusal(&self, operation: Operation, error: io::Error) -> Error {
-        // The backends without the module return errors of this crate.
-        let error = match error.downcast::<Error>() {
-            Ok(own) => return own,
-            Err(error) => error,
-        };
-        let errno = error.raw_os_error().unwrap_or(libc::EIO);
-        // The module records no message for these two errnos; its last message is about an earlier call.
-        let silent = matches!(errno, libc::EFAULT | libc::ENOTTY);
-        let reason = if silent { None } else { self.last_text() };
-        Error::Refused {
-            operation,
-            errno,
-            reason,
+    /// Returns the error of a failed call, with the backend's message.
+    fn failure(&self, operation: Operation, error: io::Error) -> Error {
+        let mut failure = failure_without_message(operation, error);
+        if let Error::Refused { errno, reason, .. } = &mut failure {
+            // The module records no message for these two errnos; its last message is about an earlier call.
+            if !matches!(*errno, libc::EFAULT | libc::ENOTTY) {
+                *reason = self.last_text();
+            }
         }
+        failure
     }
 
     /// Runs `import`, by which a driver imports a dma-buf of this device. On an error, also returns the module's
@@ -316,7 +320,7 @@ impl Device {
         let (answer, verdicts, text) = {
             let _guard = self.lock();
             self.explain_raw(Some((&raw, &clients)))
-                .map_err(|error| self.refusal(Operation::Explain, error))?
+                .map_err(|error| self.failure(Operation::Explain, error))?
         };
         // The dry run's answer repeats the request. Use the local request, because an older module may not repeat it.
         let answer = abi::p2pmem_explain {

@@ -435,11 +435,8 @@ impl Error {
             Self::NoBackend { .. } => Some(
                 "load the module: modprobe p2pmem; `p2pmemctl scan` shows what each other source of memory needs",
             ),
-            Self::Open { path, .. } if path.starts_with("/dev/vfio") => vfio_remedy(errno),
-            Self::Open { path, .. } if path.ends_with("p2pmem/allocate") => match errno {
-                Some(libc::EACCES | libc::EPERM) => Some("run as root, or give your user access to the file: chown"),
-                _ => None,
-            },
+            Self::Open { path, .. } if path.starts_with("/dev/vfio") || path == Path::new("/dev/iommu") => vfio_remedy(errno),
+            Self::Open { path, .. } if path.ends_with("p2pmem/allocate") => sysfs_remedy(errno),
             Self::Open { path, .. } if !is_module_device(path) => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
@@ -456,11 +453,12 @@ impl Error {
                 ..
             } => match errno {
                 Some(libc::ENODEV) => {
-                    Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and all clients must reach it")
+                    Some("a provider must be large enough, and all clients must reach it: see `p2pmemctl list` and `p2pmemctl topo` \
+                          or, without the module, `p2pmemctl scan`")
                 }
                 Some(libc::EDQUOT) => Some("free some of your buffers, or ask the administrator to raise the quota of the named rule"),
                 Some(libc::EACCES) => Some("ask the administrator about the named rule: `p2pmemctl rules list` shows the rule"),
-                Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or request less"),
+                Some(libc::ENOSPC) => Some("free buffers, or request less: see `p2pmemctl list` or, without the module, `p2pmemctl scan`"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),
                 _ => None,
             },
@@ -490,7 +488,8 @@ impl Error {
                     "ask the administrator to write 1 to the provider's attribute pinned_exports, or export without pinning",
                 ),
                 Some(libc::EOPNOTSUPP) => Some(
-                    "publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl list`)",
+                    "with the module, publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl \
+                     list`); with the backend vfio, export one range, not pinned",
                 ),
                 Some(libc::EMFILE) => Some("close files, or raise the limit (ulimit -n)"),
                 _ => None,
@@ -555,13 +554,23 @@ fn not_supported_remedy(backend: Backend, capability: Capability) -> Option<&'st
 fn vfio_remedy(errno: Option<i32>) -> Option<&'static str> {
     match errno? {
         libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the device node: chown"),
-        libc::EBUSY => Some("another program, such as a virtual machine, has the device: end that program"),
+        libc::EBUSY => Some("another program, such as a virtual machine, or another `Device` of this program has opened the device: end that \
+             program, or drop that `Device`"),
         libc::ENOENT | libc::ENODEV | libc::ENXIO => Some("load VFIO, and bind the device to it: modprobe vfio-pci"),
         _ => None,
     }
 }
 
-/// Errors as one text.
+/// Returns what to do if the file of memory that a driver published cannot be used.
+fn sysfs_remedy(errno: Option<i32>) -> Option<&'static str> {
+    match errno? {
+        libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the file: chown"),
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => Some("the device's driver was unbound: bind the driver again"),
+        _ => None,
+    }
+}
+
+/// Returns the errors as one text.
 fn list(errors: &[Error]) -> String {
     let all: Vec<_> = errors.iter().map(Error::to_string).collect();
     all.join("; ")

@@ -112,6 +112,11 @@ impl DeviceOptions {
     }
 
     fn open_backend(&self, backend: Backend) -> Result<Device> {
+        if backend != Backend::Vfio && !self.bars.is_empty() {
+            return Err(Error::Request(format!(
+                "a BAR with the backend {backend}: only the backend vfio opens BARs that the program selects"
+            )));
+        }
         if let Some(capability) = self.needs.iter().find(|needed| !backend.supports(**needed)) {
             return Err(Error::NotSupported {
                 backend,

@@ -80,6 +80,7 @@ struct Mapped {
     start: u64,
     len: u64,
     region: Weak<Region>,
+    provider: u32,
     piece: Weak<dyn Piece>,
 }
 
@@ -246,6 +247,7 @@ impl Kernel for Standalone {
         let mut state = self.lock();
         let all = self.survey(&mut state)?;
         let dmabuf = self.backend().supports(Capability::DmaBuf);
+        let sum = |bytes: fn(&Found) -> u64| all.iter().map(|(_, found)| bytes(found)).fold(0, u64::saturating_add);
         Ok(abi::p2pmem_info {
             abi_version: abi::P2PMEM_ABI_VERSION,
             abi_compatible: abi::P2PMEM_ABI_COMPATIBLE,
@@ -253,8 +255,8 @@ impl Kernel for Standalone {
             features: if dmabuf { abi::P2PMEM_FEATURE_DMABUF.into() } else { 0 },
             providers: u32::try_from(all.len()).unwrap_or(u32::MAX),
             buffers: u32::try_from(state.buffers.len()).unwrap_or(u32::MAX),
-            size: all.iter().map(|(_, found)| found.size).sum(),
-            free: all.iter().map(|(_, found)| found.free).sum(),
+            size: sum(|found| found.size),
+            free: sum(|found| found.free),
             version: chars(&format!("Linux {}", kernel_name(self.source.root()))),
             ..Default::default()
         })
@@ -465,6 +467,7 @@ impl Kernel for Standalone {
                 start: region.as_ptr() as u64,
                 len: region.len() as u64,
                 region: Arc::downgrade(&region),
+                provider: buffer.provider,
                 piece: Arc::downgrade(&buffer.piece),
             });
         }
@@ -474,16 +477,16 @@ impl Kernel for Standalone {
 
     fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<Exported> {
         let mut state = self.lock();
-        let (piece, start, size) = if flags & abi::P2PMEM_EXPORT_MAPPED == 0 {
+        let (provider, piece, start, size) = if flags & abi::P2PMEM_EXPORT_MAPPED == 0 {
             let buffer = state.buffer(handle)?;
-            (buffer.piece, 0, buffer.size)
+            (buffer.provider, buffer.piece, 0, buffer.size)
         } else {
             let first = ranges.first().map_or(0, |range| range.offset);
             let mapped = state.mapped.iter().find_map(|mapped| {
                 let offset = first.checked_sub(mapped.start).filter(|offset| *offset < mapped.len);
                 // A later mapping can have the addresses of a mapping that has ended.
                 mapped.region.upgrade().filter(|_| offset.is_some())?;
-                Some((mapped.piece.upgrade()?, mapped.start, mapped.len))
+                Some((mapped.provider, mapped.piece.upgrade()?, mapped.start, mapped.len))
             });
             match mapped {
                 Some(mapped) => mapped,
@@ -522,18 +525,11 @@ impl Kernel for Standalone {
                         IOMMU: export each range";
             return Err(state.refuse(libc::EOPNOTSUPP, text));
         };
-        let provider = state
-            .buffers
-            .values()
-            .find(|buffer| Arc::ptr_eq(&buffer.piece, &piece))
-            .map(|buffer| buffer.provider);
         match piece.export(*offset, *len) {
             Ok(exported) => {
                 // If an importer fails, a message about an earlier error would be reported as the reason.
                 state.last = None;
-                if let Some(provider) = provider {
-                    state.stats.entry(provider).or_default().exports += 1;
-                }
+                state.stats.entry(provider).or_default().exports += 1;
                 Ok(exported)
             }
             Err(error) => Err(match error.raw_os_error() {

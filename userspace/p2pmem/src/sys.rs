@@ -37,7 +37,8 @@ use crate::backend::Backend;
 
 /// Calls to a backend: one method for each ioctl of the kernel module, with slices in place of the ABI's pointers.
 ///
-/// Errors are the kernel's errnos: `io::Error::raw_os_error()`.
+/// Errors are the kernel's errnos (`io::Error::raw_os_error()`). Backends without the module also return errors of this
+/// crate (`io::Error::downcast()`).
 pub(crate) trait Kernel: Send + Sync {
     /// Returns the backend that serves the calls.
     fn backend(&self) -> Backend {

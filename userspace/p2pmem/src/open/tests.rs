@@ -23,6 +23,7 @@ fn machine(sysfs: bool, vfio: bool) -> Machine {
         fs::create_dir_all(&group).unwrap();
         symlink(group, folder.join("iommu_group")).unwrap();
         machine.put("dev/vfio/9", "");
+        machine.put("dev/vfio/vfio", "");
     }
     machine
 }
@@ -95,4 +96,11 @@ fn selected_backend_must_have_capability_and_bar() {
     let bar = DeviceOptions::new().bar("0000:00:04.0".parse().unwrap(), 5);
     let error = bar.of_machine(machine(true, true).root()).open().unwrap_err();
     assert!(matches!(error, Error::Request(_)), "{error}");
+    let bar = DeviceOptions::new().bar("0000:00:04.0".parse().unwrap(), 2);
+    let error = bar
+        .backend(Backend::Sysfs)
+        .of_machine(machine(true, true).root())
+        .open()
+        .unwrap_err();
+    assert!(error.to_string().contains("only the backend vfio"), "{error}");
 }
