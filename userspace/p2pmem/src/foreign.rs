@@ -76,7 +76,7 @@ impl DmaBuf {
 
     /// Returns the name of the driver that exported the memory; `None` if `/proc` does not report a name.
     pub fn exporter(&self) -> Option<String> {
-        let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", self.as_fd().as_raw_fd())).ok()?;
+        let text = std::fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", self.as_fd().as_raw_fd())).ok()?;
         let name = text.lines().find_map(|line| line.strip_prefix("exp_name:"))?;
         Some(name.trim().to_owned())
     }

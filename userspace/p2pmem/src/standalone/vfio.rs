@@ -6,8 +6,9 @@
 //! A function is open while the program holds memory of the function: buffers, mappings, dma-bufs, registrations. When
 //! the function is closed, the kernel revokes all its dma-bufs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::ops::Deref;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -19,7 +20,7 @@ use crate::backend::Backend;
 use crate::error::{errno_text, Error, Result};
 use crate::inventory::{memory_device_at, vfio_state, Bar, Inventory, MemoryDevice, VfioState};
 use crate::pci::{addresses_in, driver_of, folder_of};
-use crate::sys::vfio::{Failure, Function, Nodes};
+use crate::sys::vfio::{Failure, Function, Iommu, Nodes};
 use crate::sys::{may_use, Exported, Region};
 
 /// The calls on an open function.
@@ -40,13 +41,14 @@ impl OpenFunction for Function {
     }
 
     fn is_in_use(&self, dmabuf: &OwnedFd) -> bool {
-        let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", dmabuf.as_raw_fd()));
+        // If the file cannot be read, the dma-buf counts as in use.
+        let text = std::fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", dmabuf.as_raw_fd()));
         let count = text.ok().as_deref().and_then(references);
         count != Some(1)
     }
 }
 
-/// Returns the number of references to a dma-buf, from its file in `/proc/self/fdinfo`: descriptors of all processes,
+/// Returns the number of references to a dma-buf, from its file in `fdinfo`: descriptors of all processes,
 /// and importers.
 fn references(fdinfo: &str) -> Option<u64> {
     let count = fdinfo.lines().find_map(|line| line.strip_prefix("count:"))?;
@@ -63,14 +65,56 @@ pub(super) struct VfioSource {
     /// BARs that the program selected.
     bars: Vec<(PciAddr, u8)>,
     opener: Opener,
-    open: Mutex<BTreeMap<PciAddr, Weak<Held>>>,
+    open: Arc<OpenFunctions>,
 }
+
+/// The open functions of a source. Functions are opened and closed with the mutex locked: while one thread closes a
+/// function, no other thread tries to open it.
+type OpenFunctions = Mutex<BTreeMap<PciAddr, Weak<Held>>>;
 
 /// An open function, and the used ranges of its BARs.
 struct Held {
     function: Box<dyn OpenFunction>,
     /// The used ranges of each BAR. The value of a range has the library's own descriptors of its dma-bufs.
     bars: Mutex<BTreeMap<u8, Slots<Vec<OwnedFd>>>>,
+}
+
+/// A reference to an open function. The last reference closes the function.
+struct HeldRef {
+    /// None only while the reference is dropped.
+    held: Option<Arc<Held>>,
+    open: Arc<OpenFunctions>,
+}
+
+impl Deref for HeldRef {
+    type Target = Held;
+
+    fn deref(&self) -> &Held {
+        self.held.as_ref().expect("a reference that is not dropped")
+    }
+}
+
+impl Drop for HeldRef {
+    fn drop(&mut self) {
+        let mut open = lock(&self.open);
+        self.held = None;
+        open.retain(|_, held| held.strong_count() > 0);
+    }
+}
+
+/// Returns the value of `key` in a cache of values that are in use. If there is none, creates the value.
+fn shared<K: Ord + Clone, T, E>(
+    cache: &Mutex<BTreeMap<K, Weak<T>>>,
+    key: &K,
+    create: impl FnOnce() -> std::result::Result<T, E>,
+) -> std::result::Result<Arc<T>, E> {
+    let mut cache = lock(cache);
+    if let Some(value) = cache.get(key).and_then(Weak::upgrade) {
+        return Ok(value);
+    }
+    let value = Arc::new(create()?);
+    cache.insert(key.clone(), Arc::downgrade(&value));
+    Ok(value)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -86,8 +130,12 @@ impl VfioSource {
     /// [`Error::Unavailable`] if no function is bound to vfio-pci; [`Error::Open`] if the program may not open any of
     /// them; [`Error::Client`] or [`Error::Request`] if one of `bars` does not exist.
     pub(super) fn new(root: &Path, bars: &[(PciAddr, u8)]) -> Result<Self> {
-        let opener: Opener = Box::new(|nodes, addr| {
-            let function = Function::open(nodes, &addr.to_string())?;
+        // The functions of an IOMMU group must share an IOMMU context. The callers of the opener, and drops of
+        // functions, hold the lock of the open functions.
+        let iommus = Mutex::default();
+        let opener: Opener = Box::new(move |nodes, addr| {
+            let iommu = shared(&iommus, nodes.iommu(), || Iommu::open(nodes))?;
+            let function = Function::open(nodes, iommu, &addr.to_string())?;
             Ok(Box::new(function))
         });
         Self::with(root, bars, opener)
@@ -96,9 +144,9 @@ impl VfioSource {
     pub(super) fn with(root: &Path, bars: &[(PciAddr, u8)], opener: Opener) -> Result<Self> {
         let source = Self {
             root: root.to_owned(),
-            bars: bars.to_vec(),
+            bars: bars.iter().copied().collect::<BTreeSet<_>>().into_iter().collect(),
             opener,
-            open: Mutex::default(),
+            open: Arc::default(),
         };
         for (addr, bar) in bars {
             source.check(*addr, *bar)?;
@@ -159,9 +207,13 @@ impl VfioSource {
         })
     }
 
+    /// Fails unless the program may open the device nodes of a function.
     fn may_open(&self, addr: PciAddr) -> Result<()> {
-        let (Nodes::Device { node, .. } | Nodes::Group { node, .. }) = nodes(&self.root, addr)?;
-        may_use(&node).map_err(|error| Error::Open { path: node, error })
+        let nodes = nodes(&self.root, addr)?;
+        let (Nodes::Device { node, iommufd: other } | Nodes::Group { node, container: other }) = nodes;
+        [node, other]
+            .into_iter()
+            .try_for_each(|path| may_use(&path).map_err(|error| Error::Open { path, error }))
     }
 
     /// Returns the reason why no function can be used: the obstacle of the device that is most likely to be meant.
@@ -184,44 +236,56 @@ impl VfioSource {
     }
 
     /// Returns the function, and opens it if it is not open.
-    fn open(&self, addr: PciAddr) -> std::result::Result<Arc<Held>, Error> {
-        let mut open = lock(&self.open);
-        if let Some(held) = open.get(&addr).and_then(Weak::upgrade) {
-            return Ok(held);
-        }
-        let nodes = nodes(&self.root, addr)?;
-        let function = (self.opener)(&nodes, addr).map_err(|failure| self.explain(addr, failure))?;
-        let held = Arc::new(Held {
-            function,
-            bars: Mutex::default(),
-        });
-        open.insert(addr, Arc::downgrade(&held));
-        Ok(held)
+    fn open(&self, addr: PciAddr) -> Result<HeldRef> {
+        let held = shared(&self.open, &addr, || {
+            let nodes = nodes(&self.root, addr)?;
+            let function = (self.opener)(&nodes, addr).map_err(|failure| self.explain(addr, failure))?;
+            Ok(Held {
+                function,
+                bars: Mutex::default(),
+            })
+        })?;
+        Ok(HeldRef {
+            held: Some(held),
+            open: self.open.clone(),
+        })
+    }
+
+    /// Returns the result of [`Held::usage`]; none if the function is not open.
+    fn usage(&self, addr: PciAddr, bar: u8) -> Option<(u64, u64, u64)> {
+        let open = lock(&self.open);
+        // The reference is dropped before the lock is released, so that it cannot close the function without the lock.
+        let held = open.get(&addr)?.upgrade()?;
+        held.usage(bar)
     }
 
     /// Returns the error for a failed step of opening a function.
     fn explain(&self, addr: PciAddr, failure: Failure) -> Error {
         let text = |error: &io::Error| error.raw_os_error().map_or_else(|| error.to_string(), errno_text);
+        let is_denied = |error: &io::Error| error.raw_os_error() == Some(libc::EPERM);
+        let others = others_in_group(&self.sys(), addr);
         match failure {
             Failure::Node(path, error) => Error::Open { path, error },
-            Failure::NotViable => Error::Unavailable {
-                backend: Backend::Vfio,
-                why: format!(
-                    "the IOMMU group of {addr} has devices of other drivers: {}",
-                    others_in_group(&self.sys(), addr).join(", ")
-                ),
-                remedy: "bind all devices of the group to vfio-pci, or unbind them from their drivers",
-            },
-            Failure::Iommu(error) if error.raw_os_error() == Some(libc::EPERM) => Error::Unavailable {
+            // iommufd reports a group with devices of other drivers as EPERM.
+            Failure::Iommu(error) if is_denied(&error) && others.is_empty() => Error::Unavailable {
                 backend: Backend::Vfio,
                 why: format!("VFIO does not allow the use of the IOMMU of {addr}: {}", text(&error)),
-                remedy: "enable interrupt remapping in the firmware; or, if all programs with access to the device are trusted, \
-                         modprobe vfio_iommu_type1 allow_unsafe_interrupts=1",
+                remedy: "enable interrupt remapping in the firmware; if all programs with access to the device are trusted, set \
+                         allow_unsafe_interrupts=1 of the module iommufd or vfio_iommu_type1; if another program uses a \
+                         device of the IOMMU group, end that program",
             },
-            Failure::Iommu(error) => Error::Unavailable {
+            Failure::Iommu(error) if !is_denied(&error) => Error::Unavailable {
                 backend: Backend::Vfio,
                 why: format!("VFIO cannot use the IOMMU of {addr}: {}", text(&error)),
                 remedy: "modprobe vfio_iommu_type1; see the kernel log: dmesg",
+            },
+            Failure::NotViable | Failure::Iommu(_) => Error::Unavailable {
+                backend: Backend::Vfio,
+                why: format!(
+                    "the IOMMU group of {addr} has devices of other drivers: {}",
+                    others.join(", ")
+                ),
+                remedy: "bind all devices of the group to vfio-pci, or unbind them from their drivers",
             },
             Failure::Call(name, error) => Error::Unavailable {
                 backend: Backend::Vfio,
@@ -304,7 +368,8 @@ fn others_in_group(sys: &Path, addr: PciAddr) -> Vec<String> {
         .flatten()
         .flatten()
         .filter_map(|entry| {
-            let driver = driver_of(&entry.path()).filter(|driver| driver != "vfio-pci" && driver != "pcieport")?;
+            let driver = driver_of(&entry.path())
+                .filter(|driver| !["vfio-pci", "pci-stub", "pcieport"].contains(&driver.as_str()))?;
             Some(format!("{} ({driver})", entry.file_name().to_string_lossy()))
         })
         .collect();
@@ -333,9 +398,8 @@ impl Source for VfioSource {
             else {
                 continue;
             };
-            let held = lock(&self.open).get(&addr).and_then(Weak::upgrade);
             for bar in self.bars_of(&memory_device) {
-                let usage = held.as_ref().and_then(|held| held.usage(bar.index));
+                let usage = self.usage(addr, bar.index);
                 let (free, largest, pinned) = usage.unwrap_or((bar.size, bar.size, 0));
                 all.push(Found {
                     place: Place {
@@ -400,7 +464,7 @@ impl Held {
 
 /// An allocated range of a BAR. The range is freed after its last buffer, mapping and dma-buf is dropped.
 struct Extent {
-    held: Arc<Held>,
+    held: HeldRef,
     /// The function's folder in sysfs.
     driver: PathBuf,
     bar: u8,

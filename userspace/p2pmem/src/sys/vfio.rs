@@ -3,12 +3,13 @@
 //! PCI functions that are bound to vfio-pci (`include/uapi/linux/vfio.h`): open a function, map its BARs, create
 //! dma-bufs.
 
-use std::ffi::{c_int, c_void, CStr, CString};
+use std::ffi::{c_int, c_void, CString};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use rustix::io::Errno;
 use rustix::ioctl::{ioctl, opcode, Ioctl, IoctlOutput, Opcode};
@@ -137,12 +138,18 @@ fn length_of<T>() -> u32 {
     size_of::<T>() as u32
 }
 
-/// The descriptor that a successful ioctl returned.
-fn new_descriptor(fd: c_int) -> io::Result<OwnedFd> {
+/// Calls an ioctl that returns a new descriptor.
+///
+/// # Safety
+///
+/// As for [`call`]. The ioctl must return a new descriptor.
+unsafe fn call_for_descriptor<const NUMBER: u8>(file: &File, argument: *mut c_void) -> io::Result<OwnedFd> {
+    // SAFETY: the caller's promise.
+    let fd = unsafe { call::<NUMBER>(file, argument) }?;
     if fd < 0 {
         return Err(Errno::BADF.into());
     }
-    // SAFETY: the ioctls that call this return a new descriptor, of which nobody else knows.
+    // SAFETY: the ioctl succeeded, so the descriptor is new and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -153,6 +160,16 @@ pub(crate) enum Nodes {
     Device { node: PathBuf, iommufd: PathBuf },
     /// The node of the function's IOMMU group, and the container.
     Group { node: PathBuf, container: PathBuf },
+}
+
+impl Nodes {
+    /// Returns the node of the IOMMU context. Functions with the same node must share one [`Iommu`].
+    pub(crate) fn iommu(&self) -> &PathBuf {
+        match self {
+            Self::Device { iommufd, .. } => iommufd,
+            Self::Group { node, .. } => node,
+        }
+    }
 }
 
 /// A failed step of opening a function.
@@ -168,12 +185,20 @@ pub(crate) enum Failure {
     Call(&'static str, io::Error),
 }
 
+/// An open IOMMU context. It has no mappings, so the functions cannot do DMA to memory.
+#[derive(Debug)]
+pub(crate) enum Iommu {
+    Iommufd(File),
+    // The fields are closed in their order.
+    Group { group: File, _container: File },
+}
+
 /// An open function. No other program can open the function at the same time.
 #[derive(Debug)]
 pub(crate) struct Function {
     device: File,
     // Closed after the device.
-    _iommu: Vec<File>,
+    _iommu: Arc<Iommu>,
 }
 
 fn open(path: &Path) -> Result<File, Failure> {
@@ -181,44 +206,16 @@ fn open(path: &Path) -> Result<File, Failure> {
     file.map_err(|error| Failure::Node(path.to_owned(), error))
 }
 
-impl Function {
-    /// Opens the function that has the PCI address `name`, and enables its memory space. The kernel resets the
-    /// function.
-    pub(crate) fn open(nodes: &Nodes, name: &str) -> Result<Self, Failure> {
-        let function = match nodes {
-            Nodes::Device { node, iommufd } => Self::by_device(&open(iommufd)?, open(node)?, node)?,
-            Nodes::Group { node, container } => Self::by_group(open(container)?, open(node)?, name)?,
-        };
-        function
-            .enable_memory()
-            .map_err(|error| Failure::Call("enabling the memory", error))?;
-        Ok(function)
-    }
-
-    fn by_device(iommufd: &File, device: File, node: &Path) -> Result<Self, Failure> {
-        let mut bind = BindIommufd {
-            argsz: length_of::<BindIommufd>(),
-            iommufd: iommufd.as_raw_fd(),
-            ..Default::default()
-        };
-        // SAFETY: the kernel reads `argsz` bytes and writes the field out_devid.
-        let bound = unsafe { call::<DEVICE_BIND_IOMMUFD>(&device, (&raw mut bind).cast()) };
-        match bound {
-            Ok(_) => {}
-            // Another program has opened the function, by this node or by its group.
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL)) => {
-                return Err(Failure::Node(node.to_owned(), Errno::BUSY.into()));
-            }
-            Err(error) => return Err(Failure::Iommu(error)),
+impl Iommu {
+    /// Opens the IOMMU context of a function.
+    pub(crate) fn open(nodes: &Nodes) -> Result<Self, Failure> {
+        match nodes {
+            Nodes::Device { iommufd, .. } => open(iommufd).map(Self::Iommufd),
+            Nodes::Group { node, container } => Self::of_group(open(container)?, open(node)?),
         }
-        let iommufd = iommufd.try_clone().map_err(|error| Failure::Call("dup", error))?;
-        Ok(Self {
-            device,
-            _iommu: vec![iommufd],
-        })
     }
 
-    fn by_group(container: File, group: File, name: &str) -> Result<Self, Failure> {
+    fn of_group(container: File, group: File) -> Result<Self, Failure> {
         // SAFETY: the ioctl has no argument.
         let version = unsafe { call::<GET_API_VERSION>(&container, std::ptr::null_mut()) };
         match version {
@@ -242,19 +239,54 @@ impl Function {
             .map_err(|error| Failure::Call("VFIO_GROUP_SET_CONTAINER", error))?;
         // SAFETY: the argument is a number.
         unsafe { call::<SET_IOMMU>(&container, std::ptr::without_provenance_mut(TYPE1V2)) }.map_err(Failure::Iommu)?;
-        let name = CString::new(name).unwrap_or_default();
-        let device =
-            Self::device_of(&group, &name).map_err(|error| Failure::Call("VFIO_GROUP_GET_DEVICE_FD", error))?;
-        Ok(Self {
-            device,
-            _iommu: vec![group, container],
+        Ok(Self::Group {
+            group,
+            _container: container,
         })
     }
+}
 
-    fn device_of(group: &File, name: &CStr) -> io::Result<File> {
-        // SAFETY: the kernel reads a NUL-terminated string, and writes nothing.
-        let fd = unsafe { call::<GROUP_GET_DEVICE_FD>(group, name.as_ptr().cast_mut().cast()) }?;
-        new_descriptor(fd).map(File::from)
+impl Function {
+    /// Opens the function that has the PCI address `name`, and enables its memory space. The kernel resets the
+    /// function. `iommu` must be the IOMMU context of `nodes`.
+    pub(crate) fn open(nodes: &Nodes, iommu: Arc<Iommu>, name: &str) -> Result<Self, Failure> {
+        let device = match (&*iommu, nodes) {
+            (Iommu::Iommufd(iommufd), Nodes::Device { node, .. }) => Self::by_device(iommufd, node)?,
+            (Iommu::Group { group, .. }, Nodes::Group { .. }) => Self::by_group(group, name)?,
+            _ => return Err(Failure::Call("opening by another IOMMU context", Errno::INVAL.into())),
+        };
+        let function = Self { device, _iommu: iommu };
+        function
+            .enable_memory()
+            .map_err(|error| Failure::Call("enabling the memory", error))?;
+        Ok(function)
+    }
+
+    fn by_device(iommufd: &File, node: &Path) -> Result<File, Failure> {
+        let device = open(node)?;
+        let mut bind = BindIommufd {
+            argsz: length_of::<BindIommufd>(),
+            iommufd: iommufd.as_raw_fd(),
+            ..Default::default()
+        };
+        // SAFETY: the kernel reads `argsz` bytes and writes the field out_devid.
+        let bound = unsafe { call::<DEVICE_BIND_IOMMUFD>(&device, (&raw mut bind).cast()) };
+        match bound {
+            Ok(_) => Ok(device),
+            // Another program has opened the function, by this node or by its group.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EINVAL)) => {
+                Err(Failure::Node(node.to_owned(), Errno::BUSY.into()))
+            }
+            Err(error) => Err(Failure::Iommu(error)),
+        }
+    }
+
+    fn by_group(group: &File, name: &str) -> Result<File, Failure> {
+        let failed = |error| Failure::Call("VFIO_GROUP_GET_DEVICE_FD", error);
+        let name = CString::new(name).map_err(|error| failed(error.into()))?;
+        // SAFETY: the kernel reads a NUL-terminated string, writes nothing, and returns a new descriptor.
+        let device = unsafe { call_for_descriptor::<GROUP_GET_DEVICE_FD>(group, name.as_ptr().cast_mut().cast()) };
+        device.map(File::from).map_err(failed)
     }
 
     fn region(&self, index: u32) -> io::Result<RegionInfo> {
@@ -272,11 +304,11 @@ impl Function {
     /// Enables the function's memory space. If it is disabled, the kernel revokes the function's dma-bufs.
     fn enable_memory(&self) -> io::Result<()> {
         let config = self.region(CONFIG_REGION)?;
+        let at = config.offset.checked_add(COMMAND).ok_or(Errno::OVERFLOW)?;
         let mut command = [0u8; 2];
-        self.device.read_exact_at(&mut command, config.offset + COMMAND)?;
+        self.device.read_exact_at(&mut command, at)?;
         let enabled = u16::from_le_bytes(command) | COMMAND_MEMORY;
-        self.device
-            .write_all_at(&enabled.to_le_bytes(), config.offset + COMMAND)
+        self.device.write_all_at(&enabled.to_le_bytes(), at)
     }
 
     /// Maps a part of a BAR. The memory has no `struct page`: only the CPU can use the mapping.
@@ -287,7 +319,8 @@ impl Function {
         }
         let end = offset.checked_add(len as u64).filter(|end| *end <= info.size);
         end.ok_or(Errno::INVAL)?;
-        Region::map(&self.device, info.offset + offset, len)
+        let start = info.offset.checked_add(offset).ok_or(Errno::OVERFLOW)?;
+        Region::map(&self.device, start, len)
     }
 
     /// Creates a dma-buf of whole pages of a BAR.
@@ -304,9 +337,9 @@ impl Function {
             nr_ranges: 1,
             range: DmaRange { offset, length },
         };
-        // SAFETY: the kernel reads a structure of `argsz` bytes with one range, and writes nothing.
-        let fd = unsafe { call::<DEVICE_FEATURE>(&self.device, (&raw mut feature).cast()) }?;
-        new_descriptor(fd)
+        // SAFETY: the kernel reads a structure of `argsz` bytes with one range, writes nothing, and returns a new
+        // descriptor.
+        unsafe { call_for_descriptor::<DEVICE_FEATURE>(&self.device, (&raw mut feature).cast()) }
     }
 }
 
@@ -445,29 +478,38 @@ mod tests {
             node: null.clone(),
             container: null.clone(),
         };
+        let refused = |nodes: &Nodes| match Iommu::open(nodes) {
+            Ok(iommu) => Function::open(nodes, Arc::new(iommu), "0000:03:00.0").unwrap_err(),
+            Err(failure) => failure,
+        };
         assert!(matches!(
-            Function::open(&group, "0000:03:00.0"),
-            Err(Failure::Call("VFIO_GET_API_VERSION", error)) if error.raw_os_error() == Some(libc::ENOTTY)
+            refused(&group),
+            Failure::Call("VFIO_GET_API_VERSION", error) if error.raw_os_error() == Some(libc::ENOTTY)
         ));
         let device = Nodes::Device {
             node: null.clone(),
             iommufd: null.clone(),
         };
         assert!(matches!(
-            Function::open(&device, "0000:03:00.0"),
-            Err(Failure::Iommu(error)) if error.raw_os_error() == Some(libc::ENOTTY)
+            refused(&device),
+            Failure::Iommu(error) if error.raw_os_error() == Some(libc::ENOTTY)
         ));
         let missing = Nodes::Group {
             node: "/nonexistent/7".into(),
             container: null,
         };
         assert!(matches!(
-            Function::open(&missing, "0000:03:00.0"),
-            Err(Failure::Node(path, error)) if path == Path::new("/nonexistent/7") && error.raw_os_error() == Some(libc::ENOENT)
+            refused(&missing),
+            Failure::Node(path, error) if path == Path::new("/nonexistent/7") && error.raw_os_error() == Some(libc::ENOENT)
+        ));
+        let iommufd = Arc::new(Iommu::Iommufd(File::open("/dev/null").unwrap()));
+        assert!(matches!(
+            Function::open(&group, iommufd.clone(), "0000:03:00.0"),
+            Err(Failure::Call("opening by another IOMMU context", _))
         ));
         let function = Function {
             device: File::open("/dev/null").unwrap(),
-            _iommu: Vec::new(),
+            _iommu: iommufd,
         };
         for error in [
             function.export(2, 0, 4096).unwrap_err(),

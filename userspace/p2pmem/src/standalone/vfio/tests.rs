@@ -12,6 +12,7 @@ use std::fs::{self, File};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{symlink, MetadataExt};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::OnceLock;
 
 const ACCEL: &str = "0000:03:00.0";
 const MIB: u64 = 1 << 20;
@@ -27,6 +28,9 @@ struct Log {
     /// Inodes of the dma-bufs that count as used by others.
     used: Mutex<Vec<u64>>,
     fail: Mutex<Option<Failure>>,
+    functions: OnceLock<Arc<OpenFunctions>>,
+    /// For each function that was closed: whether the lock of the open functions was held.
+    closed_with_lock: Mutex<Vec<bool>>,
 }
 
 /// A function whose BAR is a file.
@@ -37,6 +41,8 @@ struct Test {
 
 impl Drop for Test {
     fn drop(&mut self) {
+        let is_locked = self.log.functions.get().is_some_and(|open| open.try_lock().is_err());
+        lock(&self.log.closed_with_lock).push(is_locked);
         self.log.open.fetch_sub(1, Ordering::SeqCst);
     }
 }
@@ -92,6 +98,7 @@ fn device(machine: &Machine, bars: &[(PciAddr, u8)]) -> (Device, Arc<Log>) {
         }))
     });
     let source = VfioSource::with(machine.root(), bars, opener).unwrap();
+    log.functions.get_or_init(|| source.open.clone());
     let device = Device::with(Box::new(Standalone::new(Box::new(source)).unwrap()));
     (device, log)
 }
@@ -213,7 +220,7 @@ fn selected_bar_is_used_instead_of_largest() {
     // BAR 0: 64 KiB that are not prefetchable.
     let bars = "0x1000 0x10fff 0x200\n0x0 0x0 0x0\n0x3800000000 0x38000fffff 0x102200\n";
     fs::write(folder.join("resource"), bars).unwrap();
-    let (device, log) = device(&machine, &[(addr, 0)]);
+    let (device, log) = device(&machine, &[(addr, 0), (addr, 0)]);
     let providers = device.providers().unwrap();
     assert_eq!(providers.len(), 1);
     assert_eq!((providers[0].bar, providers[0].size), (Some(0), 65536));
@@ -289,7 +296,11 @@ fn failures_of_vfio_have_a_remedy() {
             "other drivers: 0000:03:00.1 (xhci_hcd)",
             "bind all devices",
         ),
-        (Failure::Iommu(os(libc::EPERM)), "EPERM", "interrupt remapping"),
+        (
+            Failure::Iommu(os(libc::EPERM)),
+            "other drivers: 0000:03:00.1 (xhci_hcd)",
+            "bind all devices",
+        ),
         (Failure::Iommu(os(libc::ENODEV)), "ENODEV", "vfio_iommu_type1"),
         (
             Failure::Call("VFIO_GROUP_GET_STATUS", os(libc::ENOTTY)),
@@ -319,6 +330,50 @@ fn failures_of_vfio_have_a_remedy() {
         assert!(device.explain_last().unwrap().text.contains("cannot be used"));
     }
     device.alloc(&Request::new(4096)).unwrap();
+    fs::remove_file(folder.join("iommu_group/devices/0000:03:00.1")).unwrap();
+    *lock(&log.fail) = Some(Failure::Iommu(os(libc::EPERM)));
+    let error = device.alloc(&Request::new(4096)).unwrap_err();
+    assert!(error.to_string().contains("EPERM"), "{error}");
+    assert!(error.remedy().unwrap().contains("interrupt remapping"), "{error}");
+}
+
+#[test]
+fn all_device_nodes_must_be_accessible() {
+    let machine = machine();
+    let container = machine.root().join("dev/vfio/vfio");
+    fs::remove_file(&container).unwrap();
+    let error = machine.open(Backend::Vfio).unwrap_err();
+    assert!(
+        matches!(&error, Error::Open { path, .. } if *path == container),
+        "{error}"
+    );
+}
+
+#[test]
+fn functions_are_closed_with_lock_held() {
+    let machine = machine();
+    let (device, log) = device(&machine, &[]);
+    let request = Request::new(4096);
+    device.alloc(&request).unwrap();
+    let mapping = device.alloc(&request).unwrap().map().unwrap();
+    drop(mapping);
+    let dmabuf = device.alloc(&request).unwrap().share().unwrap();
+    drop(dmabuf);
+    assert_eq!(log.open.load(Ordering::SeqCst), 0);
+    assert_eq!(*lock(&log.closed_with_lock), [true; 3]);
+    // An entry of a closed function is removed.
+    assert!(log.functions.get().is_some_and(|functions| lock(functions).is_empty()));
+}
+
+#[test]
+fn cached_values_are_shared_while_in_use() {
+    let cache = Mutex::default();
+    let get = |key, value| shared(&cache, &key, || Ok::<u32, ()>(value)).unwrap();
+    let first = get("7", 1);
+    assert_eq!((*get("7", 2), *get("8", 3)), (1, 3));
+    drop(first);
+    assert_eq!(*get("7", 2), 2);
+    assert_eq!(shared(&cache, &"9", || Err(4)), Err(4));
 }
 
 #[test]
