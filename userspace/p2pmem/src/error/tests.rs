@@ -117,7 +117,7 @@ fn errno_524_of_an_rdma_driver_is_explained() {
 #[test]
 fn remedy_of_open_error_depends_on_file() {
     for (path, errno, part) in [
-        ("/dev/p2pmem", libc::EACCES, "udev rule"),
+        ("/dev/p2pmem", libc::EACCES, "join the group"),
         ("/dev/vfio/7", libc::EBUSY, "virtual machine"),
         ("/dev/iommu", libc::EACCES, "device node"),
         (
