@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs one test of the module in a guest: `p2pmem-guest-tests list | run NAME`. The harness on the host starts this program.
+//! Runs one test in a guest: `p2pmem-guest-tests run NAME` one of the module, `without-module NAME` one of the library
+//! without the module. `list` lists the tests of the module. The harness on the host starts this program.
 
 use std::process::ExitCode;
 
@@ -18,9 +19,10 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         ["run", name] => cases::run(name),
+        ["without-module", name] => cases::backends::run(name),
         ["part", name, ..] => cases::run_part(name, &arguments[2..]),
         _ => {
-            eprintln!("usage: p2pmem-guest-tests list | run NAME");
+            eprintln!("usage: p2pmem-guest-tests list | run NAME | without-module NAME");
             return ExitCode::from(2);
         }
     };
