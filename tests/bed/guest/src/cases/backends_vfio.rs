@@ -42,6 +42,11 @@ pub(super) const CHECKS: &[Check] = &[
         run: any_bar,
     },
     Check {
+        name: "vfio-passed-on",
+        about: "memory of a dma-buf is not allocated again while a descriptor or a registration uses it",
+        run: passed_on,
+    },
+    Check {
         name: "vfio-refused",
         about: "errors for devices that are not bound, not accessible, in use or full have a remedy",
         run: refusals,
@@ -282,6 +287,41 @@ fn any_bar(devices: &Devices) -> Result<()> {
     let drive = client(devices, "nvme0")?.addr();
     let error = refused("a BAR of a bound drive", DeviceOptions::new().bar(drive, 0).open())?;
     ensure!(error.to_string().contains("bound to the driver nvme"), "{error}");
+    Ok(())
+}
+
+fn passed_on(devices: &Devices) -> Result<()> {
+    bind(devices, &["accel0"])?;
+    let wire = Wire::new(devices)?;
+    let device = Device::open_backend(Backend::Vfio)?;
+    // The library keeps the function open while this buffer exists.
+    let _held = device.alloc(&Request::new(4096))?;
+    let buffer = buffer_of(&device, devices, &wire, "accel0")?;
+    let place = buffer.bar_offset();
+    let pinned = || -> Result<u64> { Ok(device.providers()?.iter().map(|p| p.pinned).sum()) };
+    let fd = OwnedFd::from(buffer.share()?);
+    drop(buffer);
+    ensure!(
+        pinned()? == MIB as u64,
+        "{} bytes are pinned by a descriptor",
+        pinned()?
+    );
+    let other = buffer_of(&device, devices, &wire, "accel0")?;
+    ensure!(
+        other.bar_offset() != place,
+        "memory of an open descriptor was allocated again"
+    );
+    drop(other);
+    let registration = DmaBuf::from_fd(fd)?.register(&wire.pd, Access::ALL)?;
+    ensure!(
+        pinned()? == MIB as u64,
+        "{} bytes are pinned by a registration",
+        pinned()?
+    );
+    registration.deregister()?;
+    ensure!(pinned()? == 0, "{} bytes are pinned at the end", pinned()?);
+    let again = buffer_of(&device, devices, &wire, "accel0")?;
+    ensure!(again.bar_offset() == place, "{:?}", again.bar_offset());
     Ok(())
 }
 

@@ -65,6 +65,12 @@ pub const TESTS: &[Test] = &[
         run: |cluster| check(cluster, "vfio-any-bar"),
     },
     Test {
+        name: "backends::vfio-passed-on",
+        topology: IOMMU,
+        alone: false,
+        run: |cluster| check(cluster, "vfio-passed-on"),
+    },
+    Test {
         name: "backends::vfio-refused",
         topology: IOMMU,
         alone: false,
