@@ -62,7 +62,7 @@ def test_rules_that_cannot_be(root: Path) -> None:
     with pytest.raises(p2pmem.AlreadyExistsError) as exists:
         rules.add(RULE)
     assert exists.value.errno == errno.EEXIST
-    with pytest.raises(p2pmem.InvalidRequestError, match="no name of a rule"):
+    with pytest.raises(p2pmem.InvalidRequestError, match="is not a valid rule name"):
         rules.add(Rule("lab"))
     with pytest.raises(ValueError, match="is none of"):
         rules.add(Rule("10-x", action="forbid"))  # type: ignore[arg-type]
