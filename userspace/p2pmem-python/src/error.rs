@@ -57,7 +57,9 @@ fn in_python(remedy: &'static str) -> Cow<'static, str> {
         "open the file with p2pmem::DirectOptions or open_direct()" => {
             "open the file with os.open(path, os.O_RDWR | os.O_DIRECT), or pass its path".into()
         }
-        "pass on the descriptor that Buffer::share() made" => "pass on the descriptor that Buffer.share() made".into(),
+        "pass the descriptor that Buffer::share() returned" => {
+            "pass the descriptor that Buffer.share() returned".into()
+        }
         other => other.into(),
     }
 }

@@ -90,6 +90,6 @@ def test_what_cannot_be_imported(device: p2pmem.Device, buffer: p2pmem.Buffer) -
     with open(__file__, "rb") as file, pytest.raises(p2pmem.InvalidRequestError) as caught:
         device.import_buffer(file)
     assert caught.value.errno == errno.EINVAL
-    assert caught.value.remedy == "pass on the descriptor that Buffer.share() made"
+    assert caught.value.remedy == "pass the descriptor that Buffer.share() returned"
     with buffer.export([(0, 4096)]) as part, pytest.raises(p2pmem.PermissionDeniedError):
         device.import_buffer(part)

@@ -67,7 +67,7 @@ def test_each_errno_has_its_class(fake: Fake, device: p2pmem.Device, number: int
     assert type(caught.value) is kind
     assert caught.value.errno == number
     # The module stores no message for ENOTTY.
-    reason = None if number == errno.ENOTTY else "the test wants it to fail"
+    reason = None if number == errno.ENOTTY else "the test lets the call fail"
     assert caught.value.reason == reason and (reason or "") in str(caught.value)
 
 
@@ -111,30 +111,30 @@ INVALID: list[tuple[str, Callable[[p2pmem.Device, p2pmem.Buffer], Any]]] = [
     ("0 bytes", lambda d, b: d.alloc(0)),
     ("-1 is out of range", lambda d, b: d.alloc(-1)),
     ("out of range", lambda d, b: d.alloc(1 << 64)),
-    ("not a power of two", lambda d, b: d.alloc(4096, align=3)),
+    ("use a power of two", lambda d, b: d.alloc(4096, align=3)),
     ("at most", lambda d, b: d.alloc(4096, align=1 << 40)),
     ("no strategy", lambda d, b: d.alloc(4096, strategy="best")),  # type: ignore[arg-type]
     ("no strategy", lambda d, b: d.alloc(4096, strategy="stripe")),  # type: ignore[arg-type]
     ("required or preferred", lambda d, b: d.alloc(4096, provider=1, prefer=2)),
     ("ids start at 1", lambda d, b: d.alloc(4096, provider=0)),
-    ("no path class", lambda d, b: d.alloc(4096, max_class="near")),  # type: ignore[arg-type]
-    ("no path class", lambda d, b: d.alloc(4096, max_class=p2pmem.PathClass.UNREACHABLE)),
-    ("names no PCI device", lambda d, b: d.alloc(4096, near="")),
-    ("names no PCI device", lambda d, b: d.alloc(4096, near=["mlx5_0", "nonsense"])),
-    ("names no PCI device", lambda d, b: p2pmem.Client("nonsense")),
+    ("is not a path class", lambda d, b: d.alloc(4096, max_class="near")),  # type: ignore[arg-type]
+    ("is not a path class", lambda d, b: d.alloc(4096, max_class=p2pmem.PathClass.UNREACHABLE)),
+    ("is not the name of a PCI device", lambda d, b: d.alloc(4096, near="")),
+    ("is not the name of a PCI device", lambda d, b: d.alloc(4096, near=["mlx5_0", "nonsense"])),
+    ("is not the name of a PCI device", lambda d, b: p2pmem.Client("nonsense")),
     ("at most 64", lambda d, b: d.alloc(4096, near=[DRIVE] * 65)),
     ("at most 16", lambda d, b: d.alloc_stripe(1 << 20, 17)),
-    ("whole pages", lambda d, b: d.alloc_stripe(4096, 2)),
+    ("each part needs a page", lambda d, b: d.alloc_stripe(4096, 2)),
     ("has no strategy", lambda d, b: d.explain(4096, parts=2, strategy="pack")),
     ("a uid and a gid", lambda d, b: d.explain(4096, uid=5)),
-    ("not inside the mapping", lambda d, b: b.read(1, offset=len(b))),
-    ("not inside the mapping", lambda d, b: b.read(len(b) + 1)),
-    ("not inside the mapping", lambda d, b: b.read(offset=len(b) + 1)),
-    ("not inside the mapping", lambda d, b: b.read(1 << 63)),
-    ("not inside the mapping", lambda d, b: b.write(b"ab", len(b) - 1)),
-    ("not inside the mapping", lambda d, b: b.readinto(bytearray(2), len(b) - 1)),
-    ("not inside the mapping", lambda d, b: b.fill(0, 1, len(b))),
-    ("not inside the mapping", lambda d, b: b.write(b"", len(b) + 1)),
+    ("exceed the mapping", lambda d, b: b.read(1, offset=len(b))),
+    ("exceed the mapping", lambda d, b: b.read(len(b) + 1)),
+    ("exceed the mapping", lambda d, b: b.read(offset=len(b) + 1)),
+    ("exceed the mapping", lambda d, b: b.read(1 << 63)),
+    ("exceed the mapping", lambda d, b: b.write(b"ab", len(b) - 1)),
+    ("exceed the mapping", lambda d, b: b.readinto(bytearray(2), len(b) - 1)),
+    ("exceed the mapping", lambda d, b: b.fill(0, 1, len(b))),
+    ("exceed the mapping", lambda d, b: b.write(b"", len(b) + 1)),
     ("out of range", lambda d, b: b.read(-1)),
     ("out of range", lambda d, b: b.read(1, -1)),
     ("256 is out of range", lambda d, b: b.fill(256)),

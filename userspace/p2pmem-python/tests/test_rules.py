@@ -62,11 +62,11 @@ def test_rules_that_cannot_be(root: Path) -> None:
     with pytest.raises(p2pmem.AlreadyExistsError) as exists:
         rules.add(RULE)
     assert exists.value.errno == errno.EEXIST
-    with pytest.raises(p2pmem.InvalidRequestError, match="no name of a rule"):
+    with pytest.raises(p2pmem.InvalidRequestError, match="is not a valid rule name"):
         rules.add(Rule("lab"))
     with pytest.raises(ValueError, match="is none of"):
         rules.add(Rule("10-x", action="forbid"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no numbers of users"):
+    with pytest.raises(ValueError, match="is not a list of user ids"):
         rules.add(Rule("10-x", uid="root"))
     with pytest.raises(ValueError, match="out of range"):
         rules.add(Rule("10-x", quota=-1))
