@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use p2pmem_sys as abi;
 
 use crate::device::{failure_without_message, Device};
-use crate::error::{Operation, Result};
+use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::mapping::Mapping;
 use crate::origin::Origin;
@@ -145,7 +145,7 @@ impl Buffer {
     /// [`Error::Refused`] with ENODEV (the buffer was revoked) or ENOMEM (the address space or the limit of mappings is
     /// exhausted).
     pub fn map(&self) -> Result<Mapping> {
-        let failed = |error| failure_without_message(Operation::Map, error);
+        let failed = |error| -> Error { failure_without_message(Operation::Map, error) };
         let len = usize::try_from(self.size()).map_err(|_| failed(io::Error::from_raw_os_error(libc::ENOMEM)))?;
         // mmap() records no message, so none is read.
         let map = self.origin.device.kernel().map(self.handle(), self.mmap_offset, len);
