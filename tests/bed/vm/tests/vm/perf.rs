@@ -119,7 +119,8 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
 }
 
 /// Runs a program on a pseudoterminal, and returns what the terminal got.
-const ON_TERMINAL: &str = "python3 -c 'import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))'";
+const ON_TERMINAL: &str =
+    "TERM=xterm python3 -c 'import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))'";
 
 fn progress(cluster: &mut Cluster) -> Result<()> {
     let vm = node(cluster)?;
