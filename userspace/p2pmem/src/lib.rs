@@ -78,6 +78,6 @@ pub use request::{Request, Strategy};
 pub use stripe::Stripe;
 pub use sys::verbs::{Pd, ProtectionDomain};
 pub use types::{
-    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
+    human_size, short_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
     RegistrationMethod, Stats,
 };
