@@ -73,7 +73,7 @@ NUMBERS = {
 
 def check_samples(samples):
     """Fails unless the metrics have the values of `stats --json` and `list --json`. Returns the counters of the module."""
-    stats = json.loads(ctl("stats", "--json"))
+    stats = json.loads(ctl("stats", "--json"))["stats"]
     providers = json.loads(ctl("list", "--json"))["providers"]
     functions = {provider["id"]: provider["addr"] for provider in providers}
     for row in stats:
@@ -96,7 +96,7 @@ assert url.startswith("http://127.0.0.1:"), url
 
 before = check_samples(scrape(url))
 holder = subprocess.Popen(
-    [f"{FOLDER}/p2pmemctl", "--json", "alloc", str(SIZE), "--provider", PROVIDER, "--hold"],
+    [f"{FOLDER}/p2pmemctl", "--json", "alloc", str(SIZE), "--device", PROVIDER, "--hold"],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
 )

@@ -49,7 +49,7 @@ def top(*options, until=(), key=b""):
 
 
 holder = subprocess.Popen(
-    [f"{FOLDER}/p2pmemctl", "--json", "alloc", "3M", "--provider", PROVIDER, "--hold"],
+    [f"{FOLDER}/p2pmemctl", "--json", "alloc", "3M", "--device", PROVIDER, "--hold"],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
 )

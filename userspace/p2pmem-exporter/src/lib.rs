@@ -29,8 +29,9 @@ struct Cli {
     listen: String,
 
     /// Device file of p2pmem.
-    #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
-    device: PathBuf,
+    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH)]
+    dev_path: PathBuf,
 
     /// Print the metrics once, and exit.
     #[arg(long)]
@@ -55,7 +56,7 @@ pub fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> anyhow::Result<()> {
     if cli.once {
-        let (text, error) = render(|| Device::open_path(&cli.device))?;
+        let (text, error) = render(|| Device::open_path(&cli.dev_path))?;
         print!("{text}");
         return error.map_or(Ok(()), |error| Err(error.into()));
     }
@@ -64,7 +65,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     println!("serving http://{}/metrics", server.server_addr());
     let ended = server.clone();
     ctrlc::set_handler(move || ended.unblock()).context("cannot catch signals")?;
-    serve(&server, &cli.device);
+    serve(&server, &cli.dev_path);
     Ok(())
 }
 

@@ -150,7 +150,7 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
             "only writes can be staged",
         ),
         (
-            format!("{perf} register --nic rxe0 --memory accelerator --size 4K --device /nonexistent/p2pmem"),
+            format!("{perf} register --nic rxe0 --memory accelerator --size 4K --dev-path /nonexistent/p2pmem"),
             "load the module",
         ),
     ] {
