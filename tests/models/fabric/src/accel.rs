@@ -4,7 +4,6 @@
 
 use p2pmem_accel::Shared;
 use p2pmem_accel_regs::Counter;
-use p2pmem_vfio_user::Moved;
 use serde_json::{Map, Value, json};
 
 use crate::control::ControlTarget;
@@ -14,9 +13,7 @@ impl ControlTarget for Shared {
         let values = self.counters();
         let by_name = |(counter, name): &(Counter, &str)| ((*name).to_owned(), json!(values[*counter as usize]));
         let mut all: Map<String, Value> = Counter::ALL.iter().map(by_name).collect();
-        let moved = self.moved().into_iter();
-        let moved = moved.map(|(name, Moved { read, written })| (name, json!({"read": read, "written": written})));
-        all.insert("by_target".to_owned(), Value::Object(moved.collect()));
+        all.insert("by_target".to_owned(), json!(self.moved()));
         Ok(Value::Object(all))
     }
 

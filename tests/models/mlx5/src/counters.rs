@@ -7,7 +7,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use p2pmem_ib::Counters as TransportCounters;
-use p2pmem_vfio_user::DmaCounts;
 use serde::Serialize;
 
 use super::layout::op;
@@ -29,44 +28,6 @@ pub(super) struct Counters {
     registrations: AtomicU64,
     failed_registrations: AtomicU64,
     undrained: AtomicU64,
-}
-
-impl From<DmaCounts> for Payload {
-    fn from(counts: DmaCounts) -> Self {
-        let DmaCounts {
-            host_read,
-            host_written,
-            peer_read,
-            peer_written,
-            message_read,
-            message_written,
-        } = counts;
-        Self {
-            host_read,
-            host_written,
-            peer_read,
-            peer_written,
-            message_read,
-            message_written,
-        }
-    }
-}
-
-/// Bytes of payload by kind of memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Payload {
-    /// Read from guest memory.
-    pub host_read: u64,
-    /// Written to guest memory.
-    pub host_written: u64,
-    /// Read from memory of other devices.
-    pub peer_read: u64,
-    /// Written to memory of other devices.
-    pub peer_written: u64,
-    /// Read from other bus addresses, by vfio-user messages.
-    pub message_read: u64,
-    /// Written to other bus addresses, by vfio-user messages.
-    pub message_written: u64,
 }
 
 /// Counters of commands, events, completions, doorbells and memory keys.

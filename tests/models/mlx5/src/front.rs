@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use p2pmem_ib::{Counters as TransportCounters, Fabric, Faults, LinkCounters, PortConfig};
 use p2pmem_vfio_user::{
-    BarKind, Bus, ConfigBuilder, ConfigSpace, Device, Dma, Health, LinkSpeed, Moved, Region, Worker,
+    BarKind, Bus, ConfigBuilder, ConfigSpace, Device, DmaCounts, Health, LinkSpeed, Moved, Region, Worker,
 };
 use serde::Serialize;
 
 use super::adapter::Adapter;
 use super::command;
-use super::counters::{AdapterCounters, Counters, Payload};
+use super::counters::{AdapterCounters, Counters};
 use super::hold::{Hold, HoldRequest, HoldStatus};
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::{Hca, Identity, Model, TransportWorker};
@@ -49,13 +49,13 @@ pub struct Settings {
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     /// Payload bytes of connected queue pairs, by kind of memory.
-    pub payload: Payload,
+    pub payload: DmaCounts,
     /// Payload bytes of connected queue pairs, by DMA target as in `bus`.
-    pub payload_by_target: std::collections::BTreeMap<String, Bytes>,
+    pub payload_by_target: std::collections::BTreeMap<String, Moved>,
     /// Payload bytes of datagrams, by kind of memory. The kernel itself sends and receives datagrams too.
-    pub datagrams: Payload,
+    pub datagrams: DmaCounts,
     /// Bytes of all DMA (payload, commands, queues) by DMA target: "host", the names of peers, and others.
-    pub bus: std::collections::BTreeMap<String, Bytes>,
+    pub bus: std::collections::BTreeMap<String, Moved>,
     /// Counters of the link.
     pub wire: LinkCounters,
     /// Counters of the transport.
@@ -64,15 +64,6 @@ pub struct Report {
     pub adapter: AdapterCounters,
     /// Register accesses: reads, writes, and accesses of either kind to an unknown register.
     pub registers: [u64; 3],
-}
-
-/// Bytes read from and written to a DMA target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Bytes {
-    /// Bytes read.
-    pub read: u64,
-    /// Bytes written.
-    pub written: u64,
 }
 
 /// State of an adapter.
@@ -131,17 +122,12 @@ impl Handle {
     pub fn report(&self) -> Result<Report, NoAnswer> {
         let registers = self.registers.counts();
         self.request(move |model| {
-            let by_target = |dma: &Dma| {
-                let bytes = |Moved { read, written }| Bytes { read, written };
-                let moved = dma.by_target().into_iter();
-                moved.map(|(name, moved)| (name, bytes(moved))).collect()
-            };
             let [payload, datagrams] = &model.hca.counted_dma;
             Report {
-                payload: payload.counts().into(),
-                payload_by_target: by_target(payload),
-                datagrams: datagrams.counts().into(),
-                bus: by_target(&model.hca.bus.dma),
+                payload: payload.counts(),
+                payload_by_target: payload.by_target(),
+                datagrams: datagrams.counts(),
+                bus: model.hca.bus.dma.by_target(),
                 wire: model.hca.link_counters(),
                 transport: model.transport_counters(),
                 adapter: model.hca.counters.adapter_counters(),

@@ -35,7 +35,7 @@ mod srq;
 mod table;
 mod wqe;
 
-pub use counters::{AdapterCounters, Payload};
-pub use front::{Bytes, DEVICE_ID, Handle, Nic, NoAnswer, Report, Settings, Status, VENDOR_ID};
+pub use counters::AdapterCounters;
+pub use front::{DEVICE_ID, Handle, Nic, NoAnswer, Report, Settings, Status, VENDOR_ID};
 pub use hold::{HoldRequest, HoldStatus};
 pub use registers::VECTORS;

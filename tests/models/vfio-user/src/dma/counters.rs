@@ -6,6 +6,8 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
+use serde::Serialize;
+
 use super::{Direction, Target};
 
 /// Key of guest memory in [`Dma::by_target`](super::Dma::by_target).
@@ -16,8 +18,8 @@ pub const OTHER_MAPPED: &str = "mapped";
 /// Key in [`Dma::by_target`](super::Dma::by_target) of all accesses by message.
 pub const MESSAGE: &str = "message";
 
-/// Bytes transferred, by target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// Bytes transferred, by kind of target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct DmaCounts {
     /// Read from guest memory.
     pub host_read: u64,
@@ -34,7 +36,7 @@ pub struct DmaCounts {
 }
 
 /// Bytes transferred from and to one target.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Moved {
     /// Read from the target.
     pub read: u64,
