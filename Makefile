@@ -119,9 +119,11 @@ rust-analyzer: modules
 endif
 
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
-	@$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
-	@$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast
-	@$(in) userspace/p2pmem-python/test
+	@code=0; \
+	$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast || code=1; \
+	$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast || code=1; \
+	$(in) userspace/p2pmem-python/test || code=1; \
+	exit $$code
 
 test-vm: modules debug-modules user testbed ## run the tests in guests on the stock kernel and on the debug kernel
 	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(TESTS)
