@@ -2,6 +2,7 @@
 
 //! The environment of the commands: the device, the machine's files, and the output.
 
+use std::fs::DirEntry;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -37,6 +38,11 @@ impl Environment {
     /// Returns whether the module is loaded.
     pub fn has_module(&self) -> bool {
         self.path("sys/module/p2pmem").exists()
+    }
+
+    /// Returns the entries of a folder below the root, in no order; none if the folder cannot be read.
+    pub fn entries(&self, path: impl AsRef<Path>) -> impl Iterator<Item = DirEntry> {
+        self.path(path).read_dir().into_iter().flatten().flatten()
     }
 
     /// Reads a text file below the root, without surrounding white space.

@@ -94,7 +94,7 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
         availability == Possible && detail.contains("modprobe p2pmem"),
         "{detail}"
     );
-    machine.put("sys/module/p2pmem/version", "0.1.0");
+    machine.put("sys/module/p2pmem/refcnt", "0");
     assert_eq!(
         machine.source(Backend::Module),
         (Possible, "p2pmemctl publish 0000:03:00.0".into())
@@ -117,7 +117,7 @@ fn a_bar_of_an_unbound_accelerator_can_be_published() {
 #[test]
 fn bound_device_needs_force() {
     let machine = Machine::new("7.2.12-amd64");
-    machine.put("sys/module/p2pmem/version", "0.1.0");
+    machine.put("sys/module/p2pmem/refcnt", "0");
     machine.device("0000:03:00.0", "0x058000", "fpga", &bar2(1 << 20, MEMORY));
     let (availability, detail) = machine.source(Backend::Module);
     assert!(
@@ -175,7 +175,7 @@ fn memory_published_by_driver_is_adopted_or_mapped_by_sysfs() {
     assert!(availability == Possible && detail.contains("adopts"), "{detail}");
     machine.put(&format!("{folder}/p2pmem/allocate"), "");
     assert_eq!(machine.source(Backend::Sysfs).0, Ready);
-    machine.put("sys/module/p2pmem/version", "0.1.0");
+    machine.put("sys/module/p2pmem/refcnt", "0");
     assert_eq!(
         machine.source(Backend::Module).0,
         Unavailable,

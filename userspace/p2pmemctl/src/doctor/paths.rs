@@ -95,13 +95,8 @@ fn machine_root(machine: &Environment, device: &PciDevice) -> bool {
 
 pub(super) fn iommu(machine: &Environment) -> Check {
     const NAME: &str = "IOMMU";
-    let groups = machine
-        .path("sys/kernel/iommu_groups")
-        .read_dir()
-        .into_iter()
-        .flatten()
-        .flatten();
-    let mut modes: Vec<String> = groups
+    let mut modes: Vec<String> = machine
+        .entries("sys/kernel/iommu_groups")
         .filter_map(|g| std::fs::read_to_string(g.path().join("type")).ok())
         .map(|t| t.trim().to_owned())
         .collect();

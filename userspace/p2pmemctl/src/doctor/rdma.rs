@@ -10,12 +10,7 @@ use crate::environment::Environment;
 
 pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
     const NAME: &str = "RDMA";
-    let entries = machine
-        .path("sys/class/infiniband")
-        .read_dir()
-        .into_iter()
-        .flatten()
-        .flatten();
+    let entries = machine.entries("sys/class/infiniband");
     let mut nics: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
     nics.sort();
     if nics.is_empty() {

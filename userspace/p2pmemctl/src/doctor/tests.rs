@@ -44,7 +44,7 @@ fn nic(root: &Path, name: &str, driver: Option<&str>) {
 }
 
 fn healthy(root: &Path) -> Environment {
-    put(root, "sys/module/p2pmem/version", "0.1.0\n");
+    put(root, "sys/module/p2pmem/refcnt", "0\n");
     put(root, "proc/sys/kernel/osrelease", "7.2.0-test\n");
     put(root, "boot/config-7.2.0-test", CONFIG);
     put(root, "proc/mounts", "configfs /sys/kernel/config configfs rw 0 0\n");
