@@ -15,7 +15,7 @@ use crate::error::raise;
 use crate::held::Held;
 use crate::mapping::Mapping;
 
-/// What a buffer makes at first use and keeps until it is closed.
+/// Objects that a buffer creates at first use and keeps until it is closed.
 #[derive(Default)]
 struct Kept {
     mapping: Option<Py<Mapping>>,

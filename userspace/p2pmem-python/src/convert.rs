@@ -2,11 +2,14 @@
 
 //! Python values as values of the library, and results of the library as Python objects.
 
+use std::fmt::Display;
+use std::fs::File;
 use std::ops::Range;
 use std::os::fd::{OwnedFd, RawFd};
 use std::path::PathBuf;
+use std::str::FromStr;
 
-use p2pmem::{PathClass, PciAddr};
+use p2pmem::{open_direct, DirectOptions, PathClass, PciAddr};
 use pyo3::exceptions::{PyOverflowError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyInt, PyString};
@@ -106,6 +109,34 @@ pub(crate) fn path_class(object: &Bound<'_, PyAny>) -> PyResult<PathClass> {
     word.parse().map_err(PyValueError::new_err)
 }
 
+/// The attribute of an object, converted; none if the attribute is None.
+pub(crate) fn attribute<'py, T>(
+    object: &Bound<'py, PyAny>,
+    name: &str,
+    convert: impl FnOnce(Bound<'py, PyAny>) -> PyResult<T>,
+) -> PyResult<Option<T>> {
+    let value = object.getattr(name)?;
+    if value.is_none() {
+        return Ok(None);
+    }
+    convert(value).map(Some)
+}
+
+/// A value of the library that has a text form, from its text.
+pub(crate) fn word<T: FromStr<Err = E>, E: Display>(value: Bound<'_, PyAny>) -> PyResult<T> {
+    let text: String = value.extract()?;
+    text.parse()
+        .map_err(|error: E| PyValueError::new_err(error.to_string()))
+}
+
+/// An integer, as [`Int`].
+pub(crate) fn int<'py, T>(value: Bound<'py, PyAny>) -> PyResult<T>
+where
+    Int<T>: for<'a> FromPyObject<'a, 'py, Error = PyErr>,
+{
+    Ok(value.extract::<Int<T>>()?.0)
+}
+
 /// The TypeError for an argument.
 pub(crate) fn not_a(expected: &str, object: &Bound<'_, PyAny>) -> PyErr {
     let name = object.get_type().name();
@@ -157,6 +188,15 @@ impl DirectFile {
             .extract()
             .map_err(|_| not_a("a path, a file descriptor, or an object with fileno()", object))?;
         Ok(Self::Path(path))
+    }
+
+    /// Returns the file, opened for reading, or for reading and writing.
+    pub(crate) fn open(self, write: bool) -> p2pmem::Result<File> {
+        match self {
+            Self::Open(fd) => Ok(File::from(fd)),
+            Self::Path(path) if write => DirectOptions::new().write(true).open(path),
+            Self::Path(path) => open_direct(path),
+        }
     }
 }
 

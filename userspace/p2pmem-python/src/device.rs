@@ -10,11 +10,11 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::buffer::Buffer;
-use crate::convert::{address, clients, descriptor, path_class, provider, result, results, Int};
+use crate::convert::{address, attribute, clients, descriptor, int, path_class, provider, result, results, word, Int};
 use crate::error::raise;
 use crate::events::Events;
 use crate::held::Held;
-use crate::request::Wanted;
+use crate::request::RequestArguments;
 
 /// An open ``/dev/p2pmem``.
 ///
@@ -37,27 +37,14 @@ impl Device {
 /// The address of a provider, and a process that holds buffers in it.
 type Holding<'py> = (String, Bound<'py, PyAny>);
 
-/// The value of an attribute that is not None.
-fn attribute<'py>(object: &Bound<'py, PyAny>, name: &str) -> PyResult<Option<Bound<'py, PyAny>>> {
-    let value = object.getattr(name)?;
-    Ok((!value.is_none()).then_some(value))
-}
-
 /// A FileRule of Python.
 fn file_rule(rule: &Bound<'_, PyAny>) -> PyResult<FileRule> {
-    let get = |name: &str| attribute(rule, name);
-    let action = get("action")?.map(|action| action.extract::<String>()).transpose()?;
     Ok(FileRule {
-        provider: get("provider")?.map(|object| address(&object)).transpose()?,
-        client: get("client")?.map(|object| address(&object)).transpose()?,
-        action: action
-            .map(|word| word.parse().map_err(PyValueError::new_err))
-            .transpose()?,
-        max_class: get("max_class")?.map(|class| path_class(&class)).transpose()?,
-        quota: get("quota")?
-            .map(|quota| quota.extract::<Int<u64>>())
-            .transpose()?
-            .map(|quota| quota.0),
+        provider: attribute(rule, "provider", |v| address(&v))?,
+        client: attribute(rule, "client", |v| address(&v))?,
+        action: attribute(rule, "action", word)?,
+        max_class: attribute(rule, "max_class", |v| path_class(&v))?,
+        quota: attribute(rule, "quota", int)?,
         ..FileRule::new(rule.getattr("name")?.extract::<String>()?)
     })
 }
@@ -153,7 +140,7 @@ impl Device {
         max_class: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Buffer> {
         let device = self.held.get()?;
-        let wanted = Wanted {
+        let arguments = RequestArguments {
             size,
             near,
             align,
@@ -163,7 +150,7 @@ impl Device {
             max_class,
             parts: None,
         };
-        let request = wanted.request()?;
+        let request = arguments.request()?;
         Ok(Buffer::new(py.detach(|| device.alloc(&request)).map_err(raise)?))
     }
 
@@ -183,7 +170,7 @@ impl Device {
         max_class: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Vec<Buffer>> {
         let device = self.held.get()?;
-        let wanted = Wanted {
+        let arguments = RequestArguments {
             size,
             near,
             align,
@@ -193,7 +180,7 @@ impl Device {
             max_class,
             parts: Some(parts),
         };
-        let request = wanted.request()?;
+        let request = arguments.request()?;
         let stripe = py.detach(|| device.alloc_stripe(&request)).map_err(raise)?;
         Ok(stripe.into_parts().into_iter().map(Buffer::new).collect())
     }
@@ -223,7 +210,7 @@ impl Device {
         groups: Vec<Int<u32>>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let device = self.held.get()?;
-        let wanted = Wanted {
+        let arguments = RequestArguments {
             size,
             near,
             align,
@@ -233,7 +220,7 @@ impl Device {
             max_class,
             parts,
         };
-        let request = wanted.request()?;
+        let request = arguments.request()?;
         let groups: Vec<u32> = groups.into_iter().map(|group| group.0).collect();
         let explanation = match (uid, gid) {
             (Some(Int(uid)), Some(Int(gid))) => py.detach(|| device.explain_as(&request, uid, gid, &groups)),

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 
 use p2pmem::Error;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString};
 use pythonize::pythonize;
 
 /// Converts an error to an exception of the class in `p2pmem._errors` that has its kind.
@@ -21,34 +21,40 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::Bound { .. } => libc::EBUSY,
         _ => libc::EIO,
     });
-    let remedy = error.remedy().map(in_python);
-    Python::attach(|py| {
-        let exception = || {
-            let details = PyDict::new(py);
-            details.set_item("reason", error.reason())?;
-            details.set_item("remedy", remedy)?;
-            if let Error::NoSpace { full, .. } = &error {
-                details.set_item("full", pythonize(py, full)?)?;
-            }
-            let kind = pythonize(py, &error.kind())?;
-            let make = py.import("p2pmem._errors")?.getattr("make")?;
-            make.call((kind, errno, error.to_string()), Some(&details))
-        };
-        exception().map_or_else(|error| error, PyErr::from_value)
+    exception(|py| {
+        let details = PyDict::new(py);
+        details.set_item("reason", error.reason())?;
+        details.set_item("remedy", error.remedy().map(in_python))?;
+        if let Error::NoSpace { full, .. } = &error {
+            details.set_item("full", pythonize(py, full)?)?;
+        }
+        make(&pythonize(py, &error.kind())?, errno, &error.to_string(), &details)
     })
 }
 
 /// An error for a wrong use of a value that the library cannot know of.
 pub(crate) fn other(errno: i32, message: &str, remedy: Option<&str>) -> PyErr {
-    Python::attach(|py| {
-        let exception = || {
-            let details = PyDict::new(py);
-            details.set_item("remedy", remedy)?;
-            let make = py.import("p2pmem._errors")?.getattr("make")?;
-            make.call(("other", errno, message), Some(&details))
-        };
-        exception().map_or_else(|error| error, PyErr::from_value)
+    exception(|py| {
+        let details = PyDict::new(py);
+        details.set_item("remedy", remedy)?;
+        make(PyString::new(py, "other").as_any(), errno, message, &details)
     })
+}
+
+/// Calls `p2pmem._errors.make()`.
+fn make<'py>(
+    kind: &Bound<'py, PyAny>,
+    errno: i32,
+    message: &str,
+    details: &Bound<'py, PyDict>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let make = kind.py().import("p2pmem._errors")?.getattr("make")?;
+    make.call((kind, errno, message), Some(details))
+}
+
+/// The exception that a function makes, or the one that the function fails with.
+fn exception(make: impl for<'py> FnOnce(Python<'py>) -> PyResult<Bound<'py, PyAny>>) -> PyErr {
+    Python::attach(|py| make(py).map_or_else(|error| error, PyErr::from_value))
 }
 
 /// The names of Python in a remedy of the library.

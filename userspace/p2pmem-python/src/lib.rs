@@ -6,7 +6,7 @@
 //! exceptions, and the results as dataclasses. All calls release the interpreter's lock while they run in the library or the
 //! kernel.
 //!
-//! Two rules keep an interpreter alive whatever a program does:
+//! Two rules keep the interpreter alive for any program:
 //!
 //! - Objects that are closed, or that were made by the process of which this one is a fork, raise: see `held.rs`.
 //! - Copies from and to a mapping raise if the provider was removed, instead of SIGBUS (`Mapping::try_copy_to_slice()`).
@@ -26,7 +26,7 @@ mod request;
 mod rules;
 mod sys;
 
-/// What the Python files import.
+/// The classes that the Python files import.
 #[pyo3::pymodule(name = "_native")]
 mod native {
     #[pymodule_export]

@@ -6,9 +6,9 @@
 //! Python 3.9. Copies go through `bytes` objects, whose content never changes, in parts of a megabyte. Accesses to a BAR take
 //! much longer than this second copy.
 
-use std::fs::File;
+use std::ops::Range;
 
-use p2pmem::{open_direct, DirectOptions, Error, Mapping};
+use p2pmem::{Error, Mapping};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyMemoryView, PySlice};
@@ -19,17 +19,14 @@ use crate::error::raise;
 /// Most bytes that are copied at once.
 const PART: usize = 1 << 20;
 
-fn check(mapping: &Mapping, offset: usize, len: usize) -> PyResult<()> {
+/// The range of `len` bytes from `offset` on; by default, to the end of the mapping. The range is in the mapping.
+fn range(mapping: &Mapping, offset: usize, len: Option<usize>) -> PyResult<Range<usize>> {
     let size = mapping.len();
+    let len = len.unwrap_or_else(|| size.saturating_sub(offset));
     match offset.checked_add(len) {
-        Some(end) if end <= size => Ok(()),
+        Some(end) if end <= size => Ok(offset..end),
         _ => Err(raise(Error::OutOfBounds { offset, len, size })),
     }
-}
-
-/// A size, by default the number of bytes from the offset to the end of the mapping.
-fn size_or_rest(mapping: &Mapping, offset: usize, size: Option<usize>) -> usize {
-    size.unwrap_or_else(|| mapping.len().saturating_sub(offset))
 }
 
 /// The bytes of an object with the buffer protocol, as a memoryview of format `B`; none if the object has no bytes.
@@ -79,9 +76,8 @@ pub(crate) fn read<'py>(
     size: Option<usize>,
     offset: usize,
 ) -> PyResult<Bound<'py, PyBytes>> {
-    let size = size_or_rest(mapping, offset, size);
-    check(mapping, offset, size)?;
-    PyBytes::new_with(py, size, |out| {
+    let range = range(mapping, offset, size)?;
+    PyBytes::new_with(py, range.len(), |out| {
         py.detach(|| mapping.try_copy_to_slice(offset, out)).map_err(raise)
     })
 }
@@ -89,11 +85,11 @@ pub(crate) fn read<'py>(
 /// Fills an object from the memory. Returns the number of bytes.
 pub(crate) fn read_into(py: Python<'_>, mapping: &Mapping, out: &Bound<'_, PyAny>, offset: usize) -> PyResult<usize> {
     let Some(view) = bytes_of(out, true)? else {
-        check(mapping, offset, 0)?;
+        range(mapping, offset, Some(0))?;
         return Ok(0);
     };
     let len: usize = view.len()?;
-    check(mapping, offset, len)?;
+    range(mapping, offset, Some(len))?;
     for (start, some) in parts(len) {
         py.check_signals()?;
         let part = read(py, mapping, Some(some), offset + start)?;
@@ -106,11 +102,11 @@ pub(crate) fn read_into(py: Python<'_>, mapping: &Mapping, out: &Bound<'_, PyAny
 pub(crate) fn write(py: Python<'_>, mapping: &Mapping, data: &Bound<'_, PyAny>, offset: usize) -> PyResult<usize> {
     let copy = |bytes: &[u8], at: usize| py.detach(|| mapping.try_copy_from_slice(at, bytes)).map_err(raise);
     let Some(view) = bytes_of(data, false)? else {
-        check(mapping, offset, 0)?;
+        range(mapping, offset, Some(0))?;
         return Ok(0);
     };
     let len: usize = view.len()?;
-    check(mapping, offset, len)?;
+    range(mapping, offset, Some(len))?;
     for (start, some) in parts(len) {
         py.check_signals()?;
         let part = view.get_item(slice(py, start, some))?.call_method0("tobytes")?;
@@ -121,10 +117,8 @@ pub(crate) fn write(py: Python<'_>, mapping: &Mapping, data: &Bound<'_, PyAny>, 
 
 /// Sets bytes of the memory.
 pub(crate) fn fill(py: Python<'_>, mapping: &Mapping, byte: u8, offset: usize, size: Option<usize>) -> PyResult<()> {
-    let size = size_or_rest(mapping, offset, size);
-    check(mapping, offset, size)?;
-    py.detach(|| mapping.try_fill(offset..offset + size, byte))
-        .map_err(raise)
+    let range = range(mapping, offset, size)?;
+    py.detach(|| mapping.try_fill(range, byte)).map_err(raise)
 }
 
 /// Reads from a file straight into the memory. Returns the number of bytes.
@@ -136,16 +130,9 @@ pub(crate) fn read_from(
     offset: usize,
     size: Option<usize>,
 ) -> PyResult<usize> {
-    let size = size_or_rest(mapping, offset, size);
-    check(mapping, offset, size)?;
+    let range = range(mapping, offset, size)?;
     let file = DirectFile::of(file)?;
-    let read = || {
-        let file = match file {
-            DirectFile::Open(fd) => File::from(fd),
-            DirectFile::Path(path) => open_direct(path)?,
-        };
-        mapping.read_from(&file, file_offset, offset..offset + size)
-    };
+    let read = || mapping.read_from(&file.open(false)?, file_offset, range);
     py.detach(read).map_err(raise)
 }
 
@@ -158,16 +145,10 @@ pub(crate) fn write_to(
     offset: usize,
     size: Option<usize>,
 ) -> PyResult<usize> {
-    let size = size_or_rest(mapping, offset, size);
-    check(mapping, offset, size)?;
+    let range = range(mapping, offset, size)?;
+    let size = range.len();
     let file = DirectFile::of(file)?;
-    let write = || {
-        let file = match file {
-            DirectFile::Open(fd) => File::from(fd),
-            DirectFile::Path(path) => DirectOptions::new().write(true).open(path)?,
-        };
-        mapping.write_to(&file, file_offset, offset..offset + size)
-    };
+    let write = || mapping.write_to(&file.open(true)?, file_offset, range);
     py.detach(write).map_err(raise)?;
     Ok(size)
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Requests, from the arguments of `alloc()` and its like.
+//! Requests, from the arguments of `alloc()`, `alloc_stripe()` and `explain()`.
 
 use p2pmem::{Request, Strategy};
 use pyo3::exceptions::PyValueError;
@@ -8,8 +8,8 @@ use pyo3::prelude::*;
 
 use crate::convert::{clients, path_class, provider, Int};
 
-/// The arguments.
-pub(crate) struct Wanted<'a, 'py> {
+/// The arguments of a request.
+pub(crate) struct RequestArguments<'a, 'py> {
     pub(crate) size: Int<u64>,
     pub(crate) near: Option<&'a Bound<'py, PyAny>>,
     pub(crate) align: Option<Int<u64>>,
@@ -21,7 +21,7 @@ pub(crate) struct Wanted<'a, 'py> {
     pub(crate) parts: Option<Int<u32>>,
 }
 
-impl Wanted<'_, '_> {
+impl RequestArguments<'_, '_> {
     pub(crate) fn request(&self) -> PyResult<Request> {
         let bad = |why: String| Err(PyValueError::new_err(why));
         let strategy = match (self.strategy, self.parts) {

@@ -2,41 +2,19 @@
 
 //! The administrator's rules.
 
-use std::fmt::Display;
 use std::path::PathBuf;
-use std::str::FromStr;
 
 use p2pmem::rules::{Rule, Users};
-use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyInt;
 
-use crate::convert::{path_class, result, results, Int};
+use crate::convert::{attribute, int, path_class, result, results, word, Int};
 use crate::error::raise;
 
 /// The rules of a machine; ``p2pmem.rules.Rules`` is the class for programs.
 #[pyclass(module = "p2pmem._native", frozen)]
 pub(crate) struct Rules {
     inner: p2pmem::rules::Rules,
-}
-
-/// The attribute of a Python rule, if it is not None.
-fn get<'py, T>(
-    rule: &Bound<'py, PyAny>,
-    name: &str,
-    convert: impl FnOnce(Bound<'py, PyAny>) -> PyResult<T>,
-) -> PyResult<Option<T>> {
-    let value = rule.getattr(name)?;
-    if value.is_none() {
-        return Ok(None);
-    }
-    convert(value).map(Some)
-}
-
-fn word<T: FromStr<Err = E>, E: Display>(value: Bound<'_, PyAny>) -> PyResult<T> {
-    let text: String = value.extract()?;
-    text.parse()
-        .map_err(|error: E| PyValueError::new_err(error.to_string()))
 }
 
 fn users(value: Bound<'_, PyAny>) -> PyResult<Users> {
@@ -50,16 +28,16 @@ fn users(value: Bound<'_, PyAny>) -> PyResult<Users> {
 /// A Rule of Python.
 fn rule(rule: &Bound<'_, PyAny>) -> PyResult<Rule> {
     Ok(Rule {
-        provider: get(rule, "provider", |v| v.extract())?,
-        client: get(rule, "client", |v| v.extract())?,
-        uid: get(rule, "uid", users)?,
-        gid: get(rule, "gid", |v| Ok(v.extract::<Int<u32>>()?.0))?,
-        action: get(rule, "action", word)?,
-        max_class: get(rule, "max_class", |v| path_class(&v))?,
-        quota: get(rule, "quota", |v| Ok(v.extract::<Int<u64>>()?.0))?,
-        group_quota: get(rule, "group_quota", |v| Ok(v.extract::<Int<u64>>()?.0))?,
-        reserve: get(rule, "reserve", |v| Ok(v.extract::<Int<u64>>()?.0))?,
-        reserve_for: get(rule, "reserve_for", word)?,
+        provider: attribute(rule, "provider", |v| v.extract())?,
+        client: attribute(rule, "client", |v| v.extract())?,
+        uid: attribute(rule, "uid", users)?,
+        gid: attribute(rule, "gid", int)?,
+        action: attribute(rule, "action", word)?,
+        max_class: attribute(rule, "max_class", |v| path_class(&v))?,
+        quota: attribute(rule, "quota", int)?,
+        group_quota: attribute(rule, "group_quota", int)?,
+        reserve: attribute(rule, "reserve", int)?,
+        reserve_for: attribute(rule, "reserve_for", word)?,
         enabled: rule.getattr("enabled")?.extract()?,
         ..Rule::new(rule.getattr("name")?.extract::<String>()?)
     })

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
-"""What the tests without the module have in common: the fake device."""
+"""Fixtures of the tests without the module: the fake device."""
 
 from __future__ import annotations
 

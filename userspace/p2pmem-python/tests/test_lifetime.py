@@ -69,7 +69,7 @@ def test_calls_of_closed_objects(fake: Fake) -> None:
     for call in calls:
         with pytest.raises(ValueError, match="is closed"):
             call()
-    # What never changes is still known.
+    # Attributes that never change stay readable.
     assert (buffer.handle, buffer.size, len(mapping), dmabuf.size) == (1, 4096, 4096, 4096)
 
 

@@ -313,7 +313,7 @@ class Event:
 
 @dataclass(frozen=True)
 class FileRule:
-    """A rule of one open device, for ``Device.set_rules()``. What is None matches everything, or sets nothing."""
+    """A rule of one open device, for ``Device.set_rules()``. An attribute that is None matches everything, or sets nothing."""
 
     #: The name in verdicts and messages: up to 31 letters, digits, dots, dashes, and underscores.
     name: str

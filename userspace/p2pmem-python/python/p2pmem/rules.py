@@ -30,7 +30,7 @@ __all__ = ["Loaded", "Rule", "RuleState", "Rules", "Usage"]
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule. What is None matches everything, or sets nothing."""
+    """A rule. An attribute that is None matches everything, or sets nothing."""
 
     #: Two digits, a dash, and letters, digits, dots, dashes, and underscores. Rules apply in the order of their names.
     name: str
