@@ -1,19 +1,21 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Copies from and to mapped memory that return an error where an access raises SIGBUS: the memory of a buffer is gone when
-//! its provider was removed.
+//! Copies from and to mapped memory that return an error if an access raises SIGBUS. The accesses to a buffer raise SIGBUS
+//! after its provider was removed.
 //!
-//! The loops are assembler functions, so that the addresses of their instructions are known. A handler of SIGBUS compares
-//! the address of the instruction that faulted with these. If one of these instructions faulted, the handler continues the
-//! thread at a label that returns the error. A SIGBUS of another origin goes to the handler that the program had before.
+//! The copy loops are assembler functions, so that the addresses of their instructions are known. A handler of SIGBUS
+//! compares the address of the faulting instruction with these addresses. If the instruction is in a copy loop, the handler
+//! continues the thread at a label that returns the error. A SIGBUS of another origin goes to the previous handler of the
+//! program.
 //!
-//! Processors other than x86-64 have no such functions yet: there, SIGBUS goes to the program.
+//! Other processors than x86-64 have no such functions yet: the program receives SIGBUS.
 
 use std::io;
 
 use p2pmem_access_sys as access;
 
-/// Copies from `from`, with accesses as in [`access::read`]. EFAULT if an access raised SIGBUS; `out` is then filled in part.
+/// Copies from `from` with the accesses of [`access::read`]. Returns EFAULT if an access raised SIGBUS; `out` then has a part
+/// of the bytes.
 ///
 /// # Safety
 ///
@@ -23,14 +25,15 @@ pub(crate) unsafe fn read(from: *const u8, out: &mut [u8]) -> io::Result<()> {
     let mut done = 0;
     while done < out.len() {
         let (width, count) = access::run(from as usize + done, out.len() - done);
-        // SAFETY: `width * count` is at most the number of bytes that are left of both.
+        // SAFETY: `width * count` is at most the number of bytes left in the mapping and in `out`: `run()` gets that number,
+        // and the caller guarantees the mapping.
         unsafe { arch::copy(from.add(done), out.as_mut_ptr().add(done), width, count, width) }?;
         done += width * count;
     }
     Ok(())
 }
 
-/// Copies to `to`, with accesses as in [`access::write`]. EFAULT if an access raised SIGBUS; a part may be written then.
+/// Copies to `to` with the accesses of [`access::write`]. Returns EFAULT if an access raised SIGBUS; a part may be written then.
 ///
 /// # Safety
 ///
@@ -40,14 +43,14 @@ pub(crate) unsafe fn write(to: *mut u8, data: &[u8]) -> io::Result<()> {
     let mut done = 0;
     while done < data.len() {
         let (width, count) = access::run(to as usize + done, data.len() - done);
-        // SAFETY: as in read().
+        // SAFETY: `width * count` is at most the number of bytes left in `data` and in the mapping, as in read().
         unsafe { arch::copy(data.as_ptr().add(done), to.add(done), width, count, width) }?;
         done += width * count;
     }
     Ok(())
 }
 
-/// Sets `len` bytes at `to`, with accesses as in [`access::fill`]. EFAULT if an access raised SIGBUS.
+/// Sets `len` bytes at `to` with the accesses of [`access::fill`]. Returns EFAULT if an access raised SIGBUS.
 ///
 /// # Safety
 ///
@@ -58,7 +61,8 @@ pub(crate) unsafe fn fill(to: *mut u8, len: usize, byte: u8) -> io::Result<()> {
     let mut done = 0;
     while done < len {
         let (width, count) = access::run(to as usize + done, len - done);
-        // SAFETY: as in read(); with a step of 0, only the first `width` bytes of the pattern are read.
+        // SAFETY: `width * count` is at most the number of bytes left in the mapping, as in read(). With a step of 0, `copy()`
+        // reads only the first `width` bytes of the pattern, which has 8.
         unsafe { arch::copy(pattern.as_ptr(), to.add(done), width, count, 0) }?;
         done += width * count;
     }
@@ -160,32 +164,33 @@ mod arch {
             2 => p2pmem_guarded_copy2,
             _ => p2pmem_guarded_copy1,
         };
-        // SAFETY: the caller's promise. The functions touch no other memory, and change only registers that a C function may
-        // change. If an access faults, the handler has them return 1 (see `on_bus_error()`).
+        // SAFETY: The caller guarantees that both ranges are mapped. The functions access no other memory, and change only
+        // registers that the C calling convention lets a function change. If an access faults, on_bus_error() makes the
+        // function return 1.
         match unsafe { copy(from, to, count, step) } {
             0 => Ok(()),
             _ => Err(io::Error::from_raw_os_error(libc::EFAULT)),
         }
     }
 
-    /// Installs the handler, if it is not the one in force.
+    /// Installs the handler unless it is installed.
     pub(super) fn prepare() -> io::Result<()> {
         let own = on_bus_error as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
-        // SAFETY: all-zero is a valid value of this C structure.
+        // SAFETY: All fields of sigaction are integers and pointers that may be 0.
         let (mut current, mut new) = unsafe { (zeroed::<sigaction>(), zeroed::<sigaction>()) };
-        // SAFETY: the call writes the action in force to `current`, and changes nothing.
+        // SAFETY: The null pointer leaves the action as it is, and `current` is valid for writing.
         if unsafe { sigaction(libc::SIGBUS, ptr::null(), &mut current) } != 0 {
             return Err(io::Error::last_os_error());
         }
         if current.sa_sigaction == own {
             return Ok(());
         }
-        // Threads that come here at the same time find the same action, so it does not matter whose copy stays.
+        // Concurrent calls find the same action, so any copy may stay.
         PREVIOUS.store(Box::leak(Box::new(current)), Ordering::SeqCst);
         FORWARDED.store(false, Ordering::SeqCst);
         new.sa_sigaction = own;
         new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: the handler makes only calls that are allowed in one, and the structure is complete.
+        // SAFETY: `new` is initialised, and its handler calls only async-signal-safe functions.
         match unsafe { sigaction(libc::SIGBUS, &new, ptr::null_mut()) } {
             0 => Ok(()),
             _ => Err(io::Error::last_os_error()),
@@ -193,15 +198,16 @@ mod arch {
     }
 
     extern "C" fn on_bus_error(_signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
-        // SAFETY: with SA_SIGINFO, the kernel passes a valid siginfo_t.
+        // SAFETY: With SA_SIGINFO, the kernel passes a pointer to a valid siginfo_t.
         let code = unsafe { (*info).si_code };
-        // SAFETY: as above, a valid ucontext_t, which nothing else refers to while the handler runs.
+        // SAFETY: With SA_SIGINFO, the kernel passes a pointer to a valid ucontext_t, and nothing else accesses it while the
+        // handler runs.
         let registers = unsafe { &mut (*context.cast::<ucontext_t>()).uc_mcontext.gregs };
         let at = &mut registers[libc::REG_RIP as usize];
         let (start, end) = (&raw const p2pmem_guarded_start, &raw const p2pmem_guarded_end);
         // A code above 0 is the kernel's own: the signal is a fault, and was not sent by a process.
         if code > 0 && (start as i64..end as i64).contains(at) {
-            // The thread is in one of the four functions, which have pushed nothing: the label returns to their caller.
+            // The thread is in a copy loop, which has pushed nothing to the stack, so the label returns to its caller.
             *at = &raw const p2pmem_guarded_fault as i64;
         } else {
             forward(code);
@@ -212,22 +218,22 @@ mod arch {
     /// a signal that was sent is sent again. If that action leads back to this handler, the default action ends the process.
     fn forward(code: c_int) {
         let previous = PREVIOUS.load(Ordering::SeqCst);
-        // SAFETY: all-zero is the default action.
+        // SAFETY: All fields of sigaction are integers and pointers that may be 0, and all 0 is SIG_DFL without flags.
         let default = unsafe { zeroed::<sigaction>() };
         let next = if FORWARDED.swap(true, Ordering::SeqCst) || previous.is_null() {
             &raw const default
         } else {
             previous.cast_const()
         };
-        // SAFETY: errno is the thread's own.
+        // SAFETY: __errno_location() returns a pointer to the thread's own errno.
         let errno = unsafe { *libc::__errno_location() };
-        // SAFETY: `next` is a valid action: what sigaction() returned, or the default.
+        // SAFETY: `next` points to an action that sigaction() returned and that is never freed, or to the default action.
         unsafe { sigaction(libc::SIGBUS, next, ptr::null_mut()) };
         if code <= 0 {
-            // SAFETY: sends a signal to this thread, which is delivered when the handler has returned.
+            // SAFETY: raise() accesses no memory of the program. The kernel delivers the signal after the handler returns.
             unsafe { libc::raise(libc::SIGBUS) };
         }
-        // SAFETY: as above.
+        // SAFETY: __errno_location() returns a pointer to the thread's own errno.
         unsafe { *libc::__errno_location() = errno };
     }
 }
@@ -251,7 +257,7 @@ mod arch {
     pub(super) unsafe fn copy(from: *const u8, to: *mut u8, width: usize, count: usize, step: usize) -> io::Result<()> {
         for n in 0..count {
             let mut unit = [0; 8];
-            // SAFETY: the caller's promise.
+            // SAFETY: The caller guarantees that both ranges are mapped, and `width` is at most 8.
             unsafe {
                 access::read(from.add(n * step), &mut unit[..width]);
                 access::write(to.add(n * width), &unit[..width]);

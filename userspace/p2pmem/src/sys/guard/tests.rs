@@ -79,7 +79,7 @@ fn threads_fault_at_the_same_time() {
     });
 }
 
-/// What a child process does after a guarded access, by name.
+/// The environment variable that names the action of a child process after a guarded access.
 const PART: &str = "P2PMEM_GUARD_PART";
 
 /// Runs in a child process: a SIGBUS that is not the guard's.
