@@ -12,9 +12,13 @@
 //! `ibv_reg_dmabuf_mr()`. The program sees a successful call. For memory that is not p2pmem memory, the library calls
 //! the real function with the same arguments. `ibv_rereg_mr()` of p2pmem memory fails; `ibv_dereg_mr()` works.
 //!
-//! The library has no state: no list of regions, no open file, no lock. The dma-buf lives as long as the region. So any
-//! number of threads may register, and a child after `fork()` starts like any other process. The library allocates memory
-//! only to find the reason of an error.
+//! With `P2PMEM_NEAR` in the environment, a mapping of /dev/p2pmem at offset 0 gets memory near the devices in this
+//! variable, and fails if there is none. `p2pmemctl run` sets this variable, and `P2PMEM_REPORT` to learn what its command
+//! took.
+//!
+//! The library has no state but these variables: no list of regions, no open file, no lock. The dma-buf lives as long as
+//! the region. So any number of threads may map and register, and a child after `fork()` starts like any other process.
+//! After the start of the program, the library allocates memory only to find the reason of an error.
 //!
 //! If registering p2pmem memory fails, the library writes the reason to standard error, in one line, and keeps the errno of
 //! the module or of the NIC's driver. With `P2PMEM_PRELOAD_LOG=1` in the environment it also reports successful
@@ -23,9 +27,13 @@
 //! It has no effect on programs that find libibverbs' functions by `dlsym()` on the library itself, or that are statically
 //! linked to libibverbs.
 
+mod clients;
 mod line;
+mod place;
+mod summary;
 mod sys;
 
+use p2pmem_near::{Refused, Registered};
 use p2pmem_verbs_sys::access::{
     LOCAL_WRITE, OPTIONAL_RANGE, RELAXED_ORDERING, REMOTE_ATOMIC, REMOTE_READ, REMOTE_WRITE,
 };
@@ -57,8 +65,19 @@ fn pages(addr: u64, length: usize, page: u64) -> Option<(u64, u64)> {
     Some((start, end - start))
 }
 
-/// Registers p2pmem memory. Returns `None` for other memory, which the caller passes to the real function.
+/// Registers p2pmem memory, and counts the registration for the summary. Returns `None` for other memory, which the caller
+/// passes to the real function.
 fn register(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
+    let result = register_p2pmem(call, domain);
+    match &result {
+        Some(Ok(_)) => summary::registration(Registered::Dmabuf, call.length),
+        Some(Err(_)) => summary::refused(Refused::Registration),
+        None => {}
+    }
+    result
+}
+
+fn register_p2pmem(call: &Call, domain: Domain) -> Option<Result<Region, Errno>> {
     let (start, size) = pages(call.addr, call.length, sys::page_size())?;
     // Without access to the device file, the process either has no p2pmem mapping, or received one from another
     // process. A stock kernel rejects this mapping, and explain_failure() then reports the reason.

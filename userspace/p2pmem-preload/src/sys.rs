@@ -3,15 +3,18 @@
 //! The replacement functions, the real libibverbs functions, and the device file: the only module with `unsafe`.
 #![allow(unsafe_code)]
 
+pub(crate) mod mapping;
+
 use std::ffi::{c_int, c_uint, c_void, CStr};
 use std::fmt;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
+use p2pmem_near::Registered;
 use p2pmem_sys as abi;
 use p2pmem_verbs_sys as ibv;
 
 use crate::line::MAX_LINE;
-use crate::{explain_failure, register, rereg_is_refused, Call};
+use crate::{explain_failure, register, rereg_is_refused, summary, Call};
 
 /// A positive errno.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -281,6 +284,8 @@ unsafe fn register_or_forward(
                 let errno = Errno::last();
                 explain_failure(call, domain);
                 errno.set();
+            } else {
+                summary::registration(Registered::OtherMemory, call.length);
             }
             mr
         }

@@ -2,34 +2,13 @@
 
 //! Tests of the preload library with a C program: which calls it translates or forwards, and which messages it prints.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
-/// Returns whether the test runs in the project's sandbox. The sandbox has a compiler and headers, so no test is skipped
-/// there.
-fn in_sandbox() -> bool {
-    Path::new("/etc/p2pmem-kernel").exists()
-}
+use p2pmem_near::{Refused, Registered, Snapshot, Total};
 
-fn cc(arguments: &[&str], extra: &[&Path]) -> bool {
-    let out = Command::new("cc").args(arguments).args(extra).output();
-    if let Ok(out) = &out {
-        eprintln!("{}", String::from_utf8_lossy(&out.stderr));
-    }
-    out.is_ok_and(|out| out.status.success())
-}
-
-/// Returns the library, which cargo builds in the folder of this test.
-fn shim() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let folder = test.parent().unwrap();
-    let places = [folder.to_owned(), folder.parent().unwrap().to_owned()];
-    let found = places
-        .iter()
-        .map(|dir| dir.join("libp2pmem_preload.so"))
-        .find(|path| path.exists());
-    found.expect("libp2pmem_preload.so beside the test")
-}
+mod build;
+use build::{cc, in_sandbox, shim};
 
 #[test]
 fn a_c_program_s_registrations_are_translated() {
@@ -65,7 +44,10 @@ fn a_c_program_s_registrations_are_translated() {
         &[&program, &here.join("program.c"), &library]
     ));
 
+    let counters = dir.path().join("counters");
+    std::fs::write(&counters, Snapshot::zero().to_bytes()).unwrap();
     let out = Command::new(&program)
+        .env("P2PMEM_REPORT", &counters)
         .env("LD_LIBRARY_PATH", dir.path())
         .env("LD_PRELOAD", shim())
         .env("P2PMEM_PRELOAD_LOG", "1")
@@ -93,6 +75,18 @@ fn a_c_program_s_registrations_are_translated() {
         );
     }
     assert_eq!(lines.len(), wanted.len(), "{said}");
+
+    let counters = std::fs::read(counters).unwrap();
+    let counters = Snapshot::from_bytes(counters.as_slice().try_into().unwrap()).unwrap();
+    let total = |count, bytes| Total { count, bytes };
+    // Two pages, 16 pages, 8 bytes, and one page by each registration of the threads and the child.
+    let dmabufs = total(3 + 4001, 2 * 4096 + 16 * 4096 + 8 + 4001 * 4096);
+    assert_eq!(counters.registrations(Registered::Dmabuf), dmabufs);
+    assert_eq!(
+        counters.registrations(Registered::OtherMemory),
+        total(4, 100 + 100 + 2 * 4096 + 4096)
+    );
+    assert_eq!(counters.refused(Refused::Registration), 4);
 }
 
 #[test]
@@ -108,6 +102,13 @@ fn only_the_replaced_functions_are_exported() {
     names.sort_unstable();
     assert_eq!(
         names,
-        ["ibv_reg_mr", "ibv_reg_mr_iova", "ibv_reg_mr_iova2", "ibv_rereg_mr"]
+        [
+            "ibv_reg_mr",
+            "ibv_reg_mr_iova",
+            "ibv_reg_mr_iova2",
+            "ibv_rereg_mr",
+            "mmap",
+            "mmap64"
+        ]
     );
 }
