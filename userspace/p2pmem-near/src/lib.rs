@@ -46,7 +46,7 @@ const ENTRY: usize = 4;
 
 /// The key of a table entry. Never 0, because ids of providers start at 1.
 fn key(provider: u32, class: u32) -> u64 {
-    u64::from(provider) << 32 | u64::from(class)
+    (u64::from(provider) << 32) | u64::from(class)
 }
 
 /// How the memory of a registration was registered with a NIC.

@@ -56,7 +56,7 @@ fn parse(text: &str) -> Option<p2pmem_pci_addr> {
     Some(p2pmem_pci_addr {
         domain: hex(domain, 4..=8)?,
         bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
-        devfn: u8::try_from(device << 3 | function).ok()?,
+        devfn: u8::try_from((device << 3) | function).ok()?,
         reserved: 0,
     })
 }

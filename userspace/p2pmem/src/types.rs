@@ -296,7 +296,7 @@ impl PathClass {
 
     /// Converts the ABI's number; 0 means none. A class that this version does not know counts as unreachable, so that
     /// it is not used.
-    pub(crate) fn from_raw(raw: u32) -> Option<Self> {
+    pub fn from_raw(raw: u32) -> Option<Self> {
         Some(match raw {
             0 => return None,
             abi::P2PMEM_PATH_SAME_DEVICE => Self::SameDevice,

@@ -52,6 +52,16 @@ pub enum Command {
     Apply(ApplyArgs),
     /// Allocate a buffer and show its provider.
     Alloc(AllocArgs),
+    /// Run a command with its p2pmem memory near devices.
+    ///
+    /// Each mapping of /dev/p2pmem that the command and its children create (at offset 0, as unmodified programs do)
+    /// gets memory near the devices, and ibv_reg_mr() of this memory works. If there is no such memory, the mapping
+    /// fails; no memory is taken elsewhere. When the command has ended, a summary on standard error shows what it took.
+    ///
+    /// The exit code is that of the command, 128 and the number of the signal that ended the command, 125 if the command
+    /// was not started, 126 if it cannot be executed, and 127 if it was not found. SIGHUP, SIGINT, SIGQUIT, SIGTERM,
+    /// SIGUSR1, and SIGUSR2 are forwarded to the command.
+    Run(crate::run::RunArgs),
     /// Show which provider a buffer would get and why, without an allocation.
     Explain(RequestArgs),
     /// Show counters.

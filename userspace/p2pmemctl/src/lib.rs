@@ -11,6 +11,7 @@ mod file;
 mod list;
 mod publish;
 mod rules;
+mod run;
 mod scan;
 mod selftest;
 mod table;
@@ -33,6 +34,8 @@ pub enum Outcome {
     Done,
     /// The result is negative and was printed: exit code 1.
     Refused,
+    /// The command chose the exit code.
+    Exit(u8),
 }
 
 impl Outcome {
@@ -60,11 +63,12 @@ pub fn main() -> ExitCode {
     ExitCode::from(exit_code(&mut context, &cli.command))
 }
 
-/// Runs a command and reports its errors. Returns the exit code: 0 done, 1 refused, 2 invalid arguments.
+/// Runs a command and reports its errors. Returns the exit code: 0 done, 1 refused, 2 invalid arguments; `run` has others.
 pub fn exit_code(context: &mut Context<'_>, command: &Command) -> u8 {
     match run(context, command) {
         Ok(Outcome::Done) => 0,
         Ok(Outcome::Refused) => 1,
+        Ok(Outcome::Exit(code)) => code,
         // The reader of the output closed the pipe.
         Err(error) if is_broken_pipe(&error) => 0,
         Err(error) => {
@@ -115,6 +119,7 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Rules { command } => rules::run(context, command),
         Command::Apply(args) => rules::apply(context, args),
         Command::Alloc(args) => alloc::alloc(context, args),
+        Command::Run(args) => run::run(context, args),
         Command::Explain(args) => alloc::explain(context, args),
         Command::Selftest(args) => selftest::selftest(context, args),
         Command::Events(args) => events::events(context, args),

@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The summary of `run`: what the command took.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::ExitStatusExt;
+use std::process::ExitStatus;
+
+use p2pmem::{human_size, Client, PathClass, PciAddr, Provider};
+use p2pmem_near::{Refused, Registered, Snapshot, Total, SIZE};
+use rustix::fs::{fcntl_add_seals, memfd_create, MemfdFlags, SealFlags};
+use serde::Serialize;
+
+/// The file of the counters. The programs of the command open it by its path in /proc, so that they inherit no
+/// descriptor.
+pub(super) struct Counters(File);
+
+impl Counters {
+    pub(super) fn new() -> io::Result<Self> {
+        let file: File = memfd_create("p2pmem-run", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?.into();
+        file.write_all_at(&Snapshot::zero().to_bytes(), 0)?;
+        // The programs map the file.
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        Ok(Self(file))
+    }
+
+    /// Returns the path by which other processes of this user open the file, as long as this process lives.
+    pub(super) fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", std::process::id(), self.0.as_raw_fd())
+    }
+
+    pub(super) fn read(&self) -> io::Result<Snapshot> {
+        let mut bytes = [0; SIZE];
+        self.0.read_exact_at(&mut bytes, 0)?;
+        Snapshot::from_bytes(&bytes).ok_or_else(|| io::Error::other("a program has overwritten the counters"))
+    }
+}
+
+/// Buffers in one provider with one path class.
+#[derive(Debug, Serialize)]
+struct Buffers {
+    provider: u32,
+    /// `None` if the provider was added and removed while the command ran.
+    addr: Option<PciAddr>,
+    class: Option<PathClass>,
+    #[serde(flatten)]
+    total: Numbers,
+}
+
+/// Number and bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+struct Numbers {
+    count: u64,
+    bytes: u64,
+}
+
+impl From<Total> for Numbers {
+    fn from(total: Total) -> Self {
+        let Total { count, bytes } = total;
+        Self { count, bytes }
+    }
+}
+
+#[derive(Debug, Serialize)]
+struct Registrations {
+    dmabuf: Numbers,
+    other_memory: Numbers,
+}
+
+#[derive(Debug, Serialize)]
+struct Refusals {
+    mappings: u64,
+    registrations: u64,
+}
+
+/// What the command took.
+#[derive(Debug, Serialize)]
+pub(super) struct Summary {
+    command: String,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    near: Vec<Client>,
+    /// Number of programs that have loaded the shim: the command and programs that it executed.
+    programs: u64,
+    buffers: Vec<Buffers>,
+    /// Buffers beyond the size of the counters' table.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    other_buffers: Option<Numbers>,
+    registrations: Registrations,
+    refused: Refusals,
+}
+
+impl Summary {
+    pub(super) fn new(
+        counters: &Snapshot,
+        command: &OsStr,
+        near: Vec<Client>,
+        providers: &[Provider],
+        status: ExitStatus,
+    ) -> Self {
+        let buffers = counters.buffers().map(|buffers| Buffers {
+            provider: buffers.provider,
+            addr: providers.iter().find(|p| p.id == buffers.provider).map(|p| p.addr),
+            class: PathClass::from_raw(buffers.class),
+            total: buffers.total.into(),
+        });
+        let other = counters.other_buffers();
+        Self {
+            command: super::text(command),
+            exit_code: status.code(),
+            signal: status.signal(),
+            near,
+            programs: counters.programs(),
+            buffers: buffers.collect(),
+            other_buffers: (other.count > 0).then(|| other.into()),
+            registrations: Registrations {
+                dmabuf: counters.registrations(Registered::Dmabuf).into(),
+                other_memory: counters.registrations(Registered::OtherMemory).into(),
+            },
+            refused: Refusals {
+                mappings: counters.refused(Refused::Mapping),
+                registrations: counters.refused(Refused::Registration),
+            },
+        }
+    }
+
+    pub(super) fn write_json(&self, out: &mut impl Write) -> io::Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        writeln!(out, "{text}")?;
+        out.flush()
+    }
+
+    pub(super) fn write_text(&self, out: &mut impl Write) -> io::Result<()> {
+        out.write_all(self.text().as_bytes())?;
+        out.flush()
+    }
+
+    fn text(&self) -> String {
+        let command = &self.command;
+        let near = super::names(&self.near);
+        if self.programs == 0 {
+            return format!(
+                "p2pmemctl: {command} did not load the preload shim, so none of its memory was placed near {near}\n"
+            );
+        }
+        let all = self
+            .buffers
+            .iter()
+            .map(|buffers| buffers.total)
+            .chain(self.other_buffers);
+        let all = all.fold((0u64, 0u64), |(count, bytes), more| {
+            (count.saturating_add(more.count), bytes.saturating_add(more.bytes))
+        });
+        let mut lines = vec![match all {
+            (0, _) if self.refused.mappings > 0 => format!("p2pmemctl: {command} got no p2pmem memory near {near}:"),
+            (0, _) => format!(
+                "p2pmemctl: {command} took no p2pmem memory: a program has to map /dev/p2pmem for its buffers, such as \
+                 fio with --mem=mmapshared:/dev/p2pmem"
+            ),
+            (count, bytes) => format!(
+                "p2pmemctl: {command} took {} of p2pmem memory near {near} in {}:",
+                human_size(bytes),
+                number(count, "buffer")
+            ),
+        }];
+        lines.extend(self.buffers.iter().map(Buffers::line));
+        if let Some(other) = self.other_buffers {
+            lines.push(format!(
+                "{} in {} of other providers",
+                human_size(other.bytes),
+                number(other.count, "buffer")
+            ));
+        }
+        let registered = |what: &str, total: Numbers| {
+            let (bytes, count) = (human_size(total.bytes), number(total.count, "registration"));
+            (total.count > 0).then(|| format!("{bytes} {what} in {count}"))
+        };
+        lines.extend(registered(
+            "registered with NICs as dma-bufs",
+            self.registrations.dmabuf,
+        ));
+        lines.extend(registered(
+            "of other memory registered with NICs",
+            self.registrations.other_memory,
+        ));
+        let Refusals {
+            mappings,
+            registrations,
+        } = self.refused;
+        if mappings > 0 || registrations > 0 {
+            let (mappings, registrations) = (number(mappings, "mapping"), number(registrations, "registration"));
+            lines.push(format!("refused: {mappings}, {registrations}"));
+        }
+        lines.join("\n  ") + "\n"
+    }
+}
+
+impl Buffers {
+    fn line(&self) -> String {
+        let Numbers { count, bytes } = self.total;
+        let mut line = format!(
+            "{} in {} of provider {}",
+            human_size(bytes),
+            number(count, "buffer"),
+            self.provider
+        );
+        if let Some(addr) = self.addr {
+            line += &format!(" ({addr})");
+        }
+        if let Some(class) = self.class {
+            line += &format!(", farthest path: {class} ({})", class.meaning());
+        }
+        line
+    }
+}
+
+/// Returns a number of things, such as `1 buffer` or `2 buffers`.
+fn number(count: u64, thing: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {thing}{plural}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem::fake::Fake;
+    use p2pmem_near::WORDS;
+    use std::sync::atomic::AtomicU64;
+
+    /// Returns the summary after `count`.
+    fn summary(count: impl FnOnce(&p2pmem_near::Counters<'_>)) -> Summary {
+        let bytes = Snapshot::zero().to_bytes();
+        let words: [AtomicU64; WORDS] = std::array::from_fn(|at| {
+            let word = bytes[at * 8..][..8].try_into().unwrap();
+            AtomicU64::new(u64::from_ne_bytes(word))
+        });
+        count(&p2pmem_near::Counters::new(&words).unwrap());
+        let mut bytes = [0; SIZE];
+        for (bytes, word) in bytes.chunks_exact_mut(8).zip(&words) {
+            bytes.copy_from_slice(&word.load(std::sync::atomic::Ordering::Relaxed).to_ne_bytes());
+        }
+        let counters = Snapshot::from_bytes(&bytes).unwrap();
+        let near = vec![Client::new("0000:04:00.0".parse().unwrap())];
+        let providers = Fake::example().device().providers().unwrap();
+        Summary::new(&counters, OsStr::new("fio"), near, &providers, ExitStatus::from_raw(0))
+    }
+
+    #[test]
+    fn the_text_has_all_that_was_counted() {
+        let summary = summary(|counters| {
+            counters.program();
+            counters.buffer(1, 2, 1 << 20);
+            counters.buffer(1, 2, 1 << 20);
+            counters.buffer(9, 6, 4096);
+            counters.registration(Registered::Dmabuf, 1 << 20);
+            counters.registration(Registered::OtherMemory, 64);
+            counters.registration(Registered::OtherMemory, 64);
+            counters.refused(Refused::Mapping);
+        });
+        assert_eq!(
+            summary.text(),
+            "p2pmemctl: fio took 2.0 MiB of p2pmem memory near 0000:04:00.0 in 3 buffers:\n  \
+             2 MiB in 2 buffers of provider 1 (0000:03:00.0), farthest path: SW (one PCIe switch: traffic stays in it)\n  \
+             4 KiB in 1 buffer of provider 9, farthest path: SYS (two host bridges of two NUMA nodes)\n  \
+             1 MiB registered with NICs as dma-bufs in 1 registration\n  \
+             128 bytes of other memory registered with NICs in 2 registrations\n  \
+             refused: 1 mapping, 0 registrations\n"
+        );
+    }
+
+    #[test]
+    fn a_command_without_memory_gets_a_hint() {
+        let without = summary(|counters| counters.program()).text();
+        assert!(
+            without.starts_with("p2pmemctl: fio took no p2pmem memory: ") && without.ends_with('\n'),
+            "{without}"
+        );
+        let refused = summary(|counters| {
+            counters.program();
+            counters.refused(Refused::Mapping);
+        });
+        assert_eq!(
+            refused.text(),
+            "p2pmemctl: fio got no p2pmem memory near 0000:04:00.0:\n  refused: 1 mapping, 0 registrations\n"
+        );
+        let without_shim = summary(|_| ()).text();
+        assert!(
+            without_shim.contains("fio did not load the preload shim"),
+            "{without_shim}"
+        );
+    }
+
+    #[test]
+    fn counters_are_shared_by_their_path() {
+        let counters = Counters::new().unwrap();
+        let file = File::options().read(true).write(true).open(counters.path()).unwrap();
+        assert!(
+            file.set_len(0).is_err() && file.set_len(1 << 20).is_err(),
+            "the size is sealed"
+        );
+        file.write_all_at(&7u64.to_ne_bytes(), 8).unwrap();
+        assert_eq!(counters.read().unwrap().programs(), 7);
+        file.write_all_at(&[0; 8], 0).unwrap();
+        assert!(counters.read().is_err());
+    }
+}
