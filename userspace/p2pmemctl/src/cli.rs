@@ -58,8 +58,8 @@ pub enum Command {
     /// gets memory near the devices, and ibv_reg_mr() of this memory works. If there is no such memory, the mapping
     /// fails; no memory is taken elsewhere. When the command has ended, a summary on standard error shows what it took.
     ///
-    /// The exit code is that of the command, 128 and the number of the signal that ended the command, 125 if the command
-    /// was not started, 126 if it cannot be executed, and 127 if it was not found. SIGHUP, SIGINT, SIGQUIT, SIGTERM,
+    /// The exit code is that of the command, 128 and the number of the signal that ended the command, 125 if p2pmemctl
+    /// itself fails, 126 if the command cannot be executed, and 127 if it was not found. SIGHUP, SIGINT, SIGQUIT, SIGTERM,
     /// SIGUSR1, and SIGUSR2 are forwarded to the command.
     Run(crate::run::RunArgs),
     /// Show which provider a buffer would get and why, without an allocation.

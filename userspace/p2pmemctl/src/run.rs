@@ -6,6 +6,7 @@
 //! prints what the command took.
 
 use std::ffi::{OsStr, OsString};
+use std::fs::File;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -13,7 +14,7 @@ use std::process::Command;
 use anyhow::{bail, Context as _};
 use clap::Args;
 use nix::errno::Errno;
-use p2pmem::{Client, Device, Request};
+use p2pmem::{Client, Device, Provider, Request};
 use p2pmem_near::{NEAR, REPORT};
 
 use crate::{Context, Outcome};
@@ -28,8 +29,8 @@ use program::CannotExecute;
 use shim::Shim;
 use summary::{Counters, Summary};
 
-/// Exit code if the command was not started for another reason than those of a shell.
-const NOT_STARTED: u8 = 125;
+/// Exit code if this command fails, and not the command that it runs.
+const FAILED: u8 = 125;
 
 /// Options of `run`.
 #[derive(Debug, Args)]
@@ -57,13 +58,13 @@ pub struct RunArgs {
     pub command: Vec<OsString>,
 }
 
-/// Runs the command. Errors before its start are reported here, because they have exit codes of their own.
+/// Runs the command. Errors are reported here, because they have exit codes of their own.
 pub(crate) fn run(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<Outcome> {
     match run_command(context, args) {
         Ok(code) => Ok(Outcome::Exit(code)),
         Err(error) => {
             crate::report(context, &error);
-            let code = error.downcast_ref().map_or(NOT_STARTED, CannotExecute::exit_code);
+            let code = error.downcast_ref().map_or(FAILED, CannotExecute::exit_code);
             Ok(Outcome::Exit(code))
         }
     }
@@ -80,12 +81,12 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
     let program = program::find(name)?;
     program::check(&program, &shim)?;
     let report = args.report.as_ref().map(|path| {
-        let file = std::fs::File::create(path);
+        let file = File::create(path);
         file.with_context(|| format!("cannot create {}", path.display()))
     });
     let report = report.transpose()?;
     let counters = Counters::new().context("cannot create the counters of the summary")?;
-    let mut providers = device.providers()?;
+    let providers = device.providers()?;
     // The command may unload the module.
     drop(device);
 
@@ -96,19 +97,38 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
     context.out.flush()?;
     let status = child::run(&mut command).map_err(|error| CannotExecute::from_io(&program, error))?;
 
-    // Providers that were added in the meantime.
-    if let Ok(device) = context.open() {
-        for later in device.providers().unwrap_or_default() {
-            if providers.iter().all(|known| known.id != later.id) {
-                providers.push(later);
-            }
+    let summary = counters.read().map(|snapshot| {
+        let providers = with_later(context, providers);
+        Summary::new(&snapshot, name, clients, &providers, status)
+    });
+    let code = child::exit_code(status);
+    match summary
+        .context("cannot read the counters of the summary")
+        .and_then(|s| print(context, &s, report))
+    {
+        Ok(()) => Ok(code),
+        // The command's own failure is more important.
+        Err(error) if code != 0 => {
+            crate::report(context, &error);
+            Ok(code)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Adds providers that were added while the command ran.
+fn with_later(context: &Context<'_>, mut providers: Vec<Provider>) -> Vec<Provider> {
+    let later = context.open().and_then(|device| Ok(device.providers()?));
+    for provider in later.unwrap_or_default() {
+        if providers.iter().all(|known| known.id != provider.id) {
+            providers.push(provider);
         }
     }
-    let snapshot = counters.read().context("cannot read the counters of the summary")?;
-    let summary = Summary::new(&snapshot, name, clients, &providers, status);
-    if let Some(mut file) = report {
-        summary.write_json(&mut file).context("cannot write the report")?;
-    }
+    providers
+}
+
+/// Prints the summary on standard error, and writes it to the report.
+fn print(context: &Context<'_>, summary: &Summary, report: Option<File>) -> anyhow::Result<()> {
     // If standard error is closed, nobody can read the summary.
     let mut err = std::io::stderr().lock();
     let _ = if context.json {
@@ -116,11 +136,14 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
     } else {
         summary.write_text(&mut err)
     };
-    Ok(child::exit_code(status))
+    match report {
+        Some(mut file) => summary.write_json(&mut file).context("cannot write the report"),
+        None => Ok(()),
+    }
 }
 
-/// Fails if no provider can ever serve a request near the clients, or if rules deny it. A lack of free memory is no error
-/// yet, because it may end.
+/// Fails if no provider can ever serve a request near the clients, or if rules deny it. Too little free memory is no error
+/// yet, because other programs may free some.
 fn check_reachable(device: &Device, clients: &[Client]) -> anyhow::Result<()> {
     let explanation = device.explain(&Request::new(1).near(clients.iter().cloned()))?;
     match explanation.errno {

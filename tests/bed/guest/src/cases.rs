@@ -38,6 +38,7 @@ mod hostile;
 mod inflight;
 mod life;
 mod namespaces;
+mod near;
 mod pageless;
 mod peer;
 mod peer_bad;
@@ -106,6 +107,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rdma_stale::CASES)
         .chain(rdma_hold::CASES)
         .chain(rdma_programs::CASES)
+        .chain(near::CASES)
         .chain(rules::CASES)
         .chain(rules_bad::CASES)
         .chain(namespaces::CASES)

@@ -39,7 +39,7 @@ impl CannotExecute {
         match self {
             Self::NotFound(_) => 127,
             Self::NotExecutable(_) => 126,
-            Self::Other(_) => super::NOT_STARTED,
+            Self::Other(_) => super::FAILED,
         }
     }
 
@@ -75,7 +75,17 @@ fn find_in(name: &OsStr, path: &OsStr) -> Result<PathBuf, CannotExecute> {
     let candidates: Vec<PathBuf> = if name.as_bytes().contains(&b'/') {
         vec![name.into()]
     } else {
-        std::env::split_paths(path).map(|folder| folder.join(name)).collect()
+        // An empty entry is the current folder. The result must have a slash, so that it is not looked up again.
+        let folder = |folder: PathBuf| {
+            if folder.as_os_str().is_empty() {
+                ".".into()
+            } else {
+                folder
+            }
+        };
+        std::env::split_paths(path)
+            .map(|entry| folder(entry).join(name))
+            .collect()
     };
     let mut error = CannotExecute::NotFound(format!("{shown} was not found"));
     for candidate in candidates.iter().filter(|_| !name.is_empty()) {
@@ -208,6 +218,8 @@ mod tests {
         let find = |name: &str| find_in(OsStr::new(name), &path);
         assert_eq!(find("both").unwrap(), both);
         assert_eq!(find(both.to_str().unwrap()).unwrap(), both);
+        let here = find_in(OsStr::new("Cargo.toml"), OsStr::new("")).unwrap_err();
+        assert!(here.to_string().starts_with("./Cargo.toml is not executable"), "{here}");
         for (name, code, why) in [
             ("none", 127, "none was not found"),
             ("", 127, "was not found"),

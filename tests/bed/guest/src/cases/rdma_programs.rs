@@ -60,14 +60,14 @@ pub(super) const CASES: &[Case] = &[
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Returns the path of a program that was built with this one.
-fn sibling(name: &str) -> Result<PathBuf> {
+pub(super) fn sibling(name: &str) -> Result<PathBuf> {
     let path = std::env::current_exe()?.with_file_name(name);
     ensure!(path.exists(), "{} is not built: make user", path.display());
     Ok(path)
 }
 
 /// Runs a program to its end, within the limit. Reads its output meanwhile, so that no pipe fills up.
-fn finish(child: Child) -> Result<Output> {
+pub(super) fn finish(child: Child) -> Result<Output> {
     let deadline = Instant::now() + scaled(LIMIT);
     let id = child.id().to_string();
     let waiting = thread::spawn(move || child.wait_with_output());
@@ -86,7 +86,7 @@ fn finish(child: Child) -> Result<Output> {
     Ok(output)
 }
 
-fn text(output: &Output) -> String {
+pub(super) fn text(output: &Output) -> String {
     format!(
         "{}\n{}{}",
         output.status,
@@ -95,7 +95,7 @@ fn text(output: &Output) -> String {
     )
 }
 
-fn spawn(command: &mut Command) -> Result<Child> {
+pub(super) fn spawn(command: &mut Command) -> Result<Child> {
     command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
