@@ -81,7 +81,7 @@ fn fio(bed: &mut Bed) -> Result<()> {
     let drive = format!("--filename={}", block.display());
     let fio = |jobs: u32| -> Vec<String> {
         let fixed =
-            "fio --name=t --ioengine=psync --direct=1 --mem=mmapshared:/dev/p2pmem --rw=read --bs=20m --size=40m";
+            "fio --name=t --ioengine=psync --direct=1 --mem=mmapshared:/dev/p2pmem --rw=read --bs=20m --size=20m";
         let jobs = format!("--numjobs={jobs}");
         fixed
             .split(' ')
@@ -100,7 +100,7 @@ fn fio(bed: &mut Bed) -> Result<()> {
     };
     let alone = gained(&|| super::command(one[0], &one[1..]))?;
     ensure!(
-        alone == [0, 40 * MIB, 0],
+        alone == [0, 20 * MIB, 0],
         "without run, nvme0 read {alone:?} bytes into {targets:?}"
     );
 
@@ -112,7 +112,7 @@ fn fio(bed: &mut Bed) -> Result<()> {
     };
     let placed = gained(&|| run(name, &one))?;
     ensure!(
-        placed == [40 * MIB, 0, 0],
+        placed == [20 * MIB, 0, 0],
         "near nvme0, nvme0 read {placed:?} bytes into {targets:?}"
     );
     let summary = report()?;
@@ -131,7 +131,7 @@ fn fio(bed: &mut Bed) -> Result<()> {
     let two: Vec<&str> = two.iter().map(String::as_str).collect();
     let placed = gained(&|| run(&accel1, &two))?;
     ensure!(
-        placed == [0, 80 * MIB, 0],
+        placed == [0, 40 * MIB, 0],
         "near accel1, nvme0 read {placed:?} bytes into {targets:?}"
     );
     let summary = report()?;
