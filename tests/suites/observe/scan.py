@@ -55,6 +55,9 @@ def main():
     assert {NVME, CMB, ACCELERATOR} <= clients, clients
     # The scan needs no privileges.
     assert scan(user=NOBODY)[1] == sources
+    missing = {source["backend"]: source["missing"] for source in before["memory_devices"][0]["sources"]}
+    assert missing["module"] == [] and "dma-buf" in missing["sysfs"] and "direct-io" in missing["vfio"], missing
+    assert all({"rules", "quotas", "revoke"} <= set(missing[backend]) for backend in ("sysfs", "vfio")), missing
 
     run("insmod", MODULE)
     loaded, sources = scan()

@@ -72,6 +72,71 @@ struct ibv_mr;
 #define P2PMEM_KIND_IS_REGISTERED 3
 
 /**
+ * A BAR of a device that is bound to vfio-pci.
+ */
+#define P2PMEM_KIND_IS_VFIO 4
+
+/**
+ * The p2pmem module: all capabilities.
+ */
+#define P2PMEM_BACKEND_MODULE 1
+
+/**
+ * Memory that a driver published: the kernel's sysfs file p2pmem/allocate.
+ */
+#define P2PMEM_BACKEND_SYSFS 2
+
+/**
+ * BARs of devices that are bound to vfio-pci.
+ */
+#define P2PMEM_BACKEND_VFIO 3
+
+/**
+ * Buffers can be mapped.
+ */
+#define P2PMEM_CAN_MAP 1
+
+/**
+ * Direct I/O (O_DIRECT) between files and mappings.
+ */
+#define P2PMEM_CAN_DIRECT_IO 2
+
+/**
+ * Buffers can be exported as dma-bufs and registered with NICs.
+ */
+#define P2PMEM_CAN_DMABUF 4
+
+/**
+ * Rules of the administrator and of the program.
+ */
+#define P2PMEM_CAN_RULES 8
+
+/**
+ * Quotas.
+ */
+#define P2PMEM_CAN_QUOTAS 16
+
+/**
+ * Removing a provider does not wait for programs, and causes an event.
+ */
+#define P2PMEM_CAN_REVOKE 32
+
+/**
+ * Strategies other than nearest, and stripes.
+ */
+#define P2PMEM_CAN_PLACE 64
+
+/**
+ * Buffers can be passed to other processes, which can map them.
+ */
+#define P2PMEM_CAN_SHARE 128
+
+/**
+ * Memory is cleared before it gets a new owner.
+ */
+#define P2PMEM_CAN_CLEAR 256
+
+/**
  * Buffers in the provider can be exported and registered.
  */
 #define P2PMEM_PROVIDER_IS_EXPORTABLE 1
@@ -107,9 +172,14 @@ struct ibv_mr;
 typedef struct p2pmem_buf p2pmem_buf;
 
 /**
- * An open /dev/p2pmem.
+ * An open /dev/p2pmem, or another backend.
  */
 typedef struct p2pmem_dev p2pmem_dev;
+
+/**
+ * A dma-buf of any driver.
+ */
+typedef struct p2pmem_dmabuf p2pmem_dmabuf;
 
 /**
  * A buffer in the program's address space.
@@ -117,7 +187,7 @@ typedef struct p2pmem_dev p2pmem_dev;
 typedef struct p2pmem_mapping p2pmem_mapping;
 
 /**
- * A buffer registered with an RDMA NIC.
+ * A buffer or a dma-buf registered with an RDMA NIC.
  */
 typedef struct p2pmem_reg p2pmem_reg;
 
@@ -232,10 +302,12 @@ const char *p2pmem_last_error(void);
 const char *p2pmem_last_remedy(void);
 
 /**
- * Opens the device at path, or /dev/p2pmem if path is NULL.
+ * Opens the module's device at path. If path is NULL, opens /dev/p2pmem or, if the module is not loaded, another
+ * backend that has memory on this machine. p2pmem_backend() returns the backend. A call that the backend does not
+ * support fails with -EOPNOTSUPP.
  *
- * Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions),
- * -ENOTTY (the file is no p2pmem device).
+ * Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library
+ * are of incompatible versions), -ENOTTY (the file is no p2pmem device).
  *
  * # Safety
  *
@@ -243,6 +315,35 @@ const char *p2pmem_last_remedy(void);
  */
 int p2pmem_open(const char *path,
                 struct p2pmem_dev **out);
+
+/**
+ * Opens a backend, P2PMEM_BACKEND_*.
+ *
+ * Errors: -EINVAL (no such backend), -ENODEV (the backend has no memory on this machine; p2pmem_last_remedy() returns
+ * what the backend needs), -EACCES, -EBUSY, and the errors of p2pmem_open().
+ *
+ * # Safety
+ *
+ * out must be valid.
+ */
+int p2pmem_open_backend(unsigned int backend,
+                        struct p2pmem_dev **out);
+
+/**
+ * Returns the backend of the device, P2PMEM_BACKEND_*.
+ *
+ * # Safety
+ *
+ * dev must be open.
+ */
+int p2pmem_backend(const struct p2pmem_dev *dev);
+
+/**
+ * Returns the capabilities of a backend, P2PMEM_CAN_* bits.
+ *
+ * Errors: -EINVAL (no such backend).
+ */
+int p2pmem_capabilities(unsigned int backend);
 
 /**
  * Closes the device. Buffers that are not freed yet keep the file open. NULL is allowed.
@@ -463,6 +564,84 @@ int p2pmem_register(const struct p2pmem_buf *buf,
                     uint64_t length,
                     unsigned int access,
                     struct p2pmem_reg **out);
+
+/**
+ * Accepts a dma-buf of any driver: from a GPU driver (CUDA's cuMemGetHandleForAddressRange()), vfio-pci, a heap, or a
+ * buffer of another process. The caller still closes fd. device is the PCI address of the device that has the memory.
+ * It can be NULL; p2pmem_dmabuf_path() then fails.
+ *
+ * Errors: -EBADF, -EINVAL (fd is not a dma-buf, or device is not a PCI address), -EMFILE.
+ *
+ * # Safety
+ *
+ * device must be NULL or a string, out valid. If fd is a descriptor, it must stay open during the call.
+ */
+int p2pmem_dmabuf_open(int fd,
+                       const char *device,
+                       struct p2pmem_dmabuf **out);
+
+/**
+ * Closes a dma-buf. Registrations of the dma-buf keep the memory. NULL is allowed.
+ *
+ * # Safety
+ *
+ * dmabuf must be NULL, or a dma-buf that is not in use.
+ */
+void p2pmem_dmabuf_close(struct p2pmem_dmabuf *dmabuf);
+
+/**
+ * Returns the size of the dma-buf in bytes; 0 for NULL.
+ *
+ * # Safety
+ *
+ * dmabuf must be NULL or a dma-buf.
+ */
+uint64_t p2pmem_dmabuf_size(const struct p2pmem_dmabuf *dmabuf);
+
+/**
+ * Writes the name of the driver that exported the memory, or "" if the name is not known. Writes at most capacity
+ * bytes to text, including the NUL, and returns the length of the whole text, as snprintf() does.
+ *
+ * # Safety
+ *
+ * dmabuf must be a dma-buf, text valid for capacity bytes (NULL if capacity is 0).
+ */
+int p2pmem_dmabuf_exporter(const struct p2pmem_dmabuf *dmabuf,
+                           char *text,
+                           size_t capacity);
+
+/**
+ * Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A
+ * path through the root complex counts as reachable. If the client cannot reach the memory, the registration fails.
+ *
+ * Errors: -EINVAL (the device that has the memory is not known), -ENODEV (a device does not exist).
+ *
+ * # Safety
+ *
+ * dmabuf must be a dma-buf, client a string.
+ */
+int p2pmem_dmabuf_path(const struct p2pmem_dmabuf *dmabuf,
+                       const char *client);
+
+/**
+ * Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest.
+ * Work requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end
+ * before the protection domain does.
+ *
+ * Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it
+ * cannot revoke), -EHOSTUNREACH or -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked),
+ * -ENOMEM, -ENOSYS (libibverbs is not installed, or too old).
+ *
+ * # Safety
+ *
+ * dmabuf must be a dma-buf, pd a protection domain of libibverbs.so.1, out valid.
+ */
+int p2pmem_dmabuf_register(const struct p2pmem_dmabuf *dmabuf,
+                           struct ibv_pd *pd,
+                           uint64_t offset,
+                           uint64_t length,
+                           unsigned int access,
+                           struct p2pmem_reg **out);
 
 /**
  * Ends a registration. reg is invalid afterwards, also after an error. NULL is allowed.

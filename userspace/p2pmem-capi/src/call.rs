@@ -3,16 +3,21 @@
 //! Implementation of the C functions in safe Rust: errors as errnos and messages, requests, providers.
 
 use std::cell::RefCell;
-use std::ffi::{c_char, c_int, CString};
+use std::ffi::{c_char, c_int, c_uint, CString};
+use std::os::fd::BorrowedFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use p2pmem::abi::P2PMEM_MAX_PARTS;
-use p2pmem::{Client, Device, Error, PathClass, Provider, ProviderKind, Request, Strategy};
+use p2pmem::{
+    Backend, Capability, Client, Device, DmaBuf, Error, PathClass, PciAddr, Provider, ProviderKind, Request, Strategy,
+};
 
 use crate::sys::{
-    p2pmem_provider_info, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_KIND_IS_REGISTERED, P2PMEM_PARTS_ALL,
-    P2PMEM_PROVIDER_IS_EXPORTABLE, P2PMEM_PROVIDER_IS_PAGELESS, P2PMEM_PROVIDER_IS_REMOVING, P2PMEM_WANT_PREFER,
-    P2PMEM_WANT_UPSTREAM,
+    p2pmem_provider_info, P2PMEM_BACKEND_MODULE, P2PMEM_BACKEND_SYSFS, P2PMEM_BACKEND_VFIO, P2PMEM_CAN_CLEAR,
+    P2PMEM_CAN_DIRECT_IO, P2PMEM_CAN_DMABUF, P2PMEM_CAN_MAP, P2PMEM_CAN_PLACE, P2PMEM_CAN_QUOTAS, P2PMEM_CAN_REVOKE,
+    P2PMEM_CAN_RULES, P2PMEM_CAN_SHARE, P2PMEM_KIND_IS_ADOPTED, P2PMEM_KIND_IS_OWN, P2PMEM_KIND_IS_REGISTERED,
+    P2PMEM_KIND_IS_VFIO, P2PMEM_PARTS_ALL, P2PMEM_PROVIDER_IS_EXPORTABLE, P2PMEM_PROVIDER_IS_PAGELESS,
+    P2PMEM_PROVIDER_IS_REMOVING, P2PMEM_WANT_PREFER, P2PMEM_WANT_UPSTREAM,
 };
 
 /// Failure of a call: the errno (positive), the message, and the remedy.
@@ -50,6 +55,8 @@ impl From<Error> for Failure {
         let errno = error.errno().unwrap_or(match error {
             Error::Client { .. } => libc::ENODEV,
             Error::Verbs(_) => libc::ENOSYS,
+            Error::NotSupported { .. } => libc::EOPNOTSUPP,
+            Error::Unavailable { .. } => libc::ENODEV,
             Error::Abi { .. } => libc::EPROTO,
             Error::Request(_) | Error::OutOfBounds { .. } => libc::EINVAL,
             _ => libc::EIO,
@@ -185,6 +192,71 @@ impl Want {
     }
 }
 
+/// Returns the backend with the number P2PMEM_BACKEND_*.
+pub(crate) fn backend(number: c_uint) -> Result<Backend, Failure> {
+    match number {
+        P2PMEM_BACKEND_MODULE => Ok(Backend::Module),
+        P2PMEM_BACKEND_SYSFS => Ok(Backend::Sysfs),
+        P2PMEM_BACKEND_VFIO => Ok(Backend::Vfio),
+        _ => Err(Failure::argument(format!("{number} is not a backend"))),
+    }
+}
+
+/// Returns the number of a device's backend, P2PMEM_BACKEND_*; 0 for a backend that this library does not know.
+pub(crate) fn backend_number(backend: Backend) -> c_int {
+    let number = match backend {
+        Backend::Module => P2PMEM_BACKEND_MODULE,
+        Backend::Sysfs => P2PMEM_BACKEND_SYSFS,
+        Backend::Vfio => P2PMEM_BACKEND_VFIO,
+        _ => 0,
+    };
+    number as c_int
+}
+
+/// Returns the capabilities of a backend, P2PMEM_CAN_* bits.
+pub(crate) fn capabilities(backend: Backend) -> c_int {
+    let bits = backend.capabilities().iter().map(|capability| match capability {
+        Capability::Mapping => P2PMEM_CAN_MAP,
+        Capability::DirectIo => P2PMEM_CAN_DIRECT_IO,
+        Capability::DmaBuf => P2PMEM_CAN_DMABUF,
+        Capability::Rules => P2PMEM_CAN_RULES,
+        Capability::Quotas => P2PMEM_CAN_QUOTAS,
+        Capability::Revoke => P2PMEM_CAN_REVOKE,
+        Capability::Placement => P2PMEM_CAN_PLACE,
+        Capability::Sharing => P2PMEM_CAN_SHARE,
+        Capability::Clearing => P2PMEM_CAN_CLEAR,
+        _ => 0,
+    });
+    bits.fold(0, |all, bit| all | bit) as c_int
+}
+
+/// Returns a dma-buf of any driver. `device` is the PCI address of the function that has the memory, if it is known.
+pub(crate) fn dmabuf(fd: BorrowedFd<'_>, device: Option<&str>) -> Result<DmaBuf, Failure> {
+    let device = match device.map(str::parse::<PciAddr>) {
+        Some(Err(error)) => return Err(Failure::argument(error.to_string())),
+        Some(Ok(device)) => Some(device),
+        None => None,
+    };
+    let own = fd.try_clone_to_owned().map_err(|error| Failure {
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        text: format!("cannot duplicate the descriptor: {error}"),
+        remedy: None,
+    })?;
+    let dmabuf = DmaBuf::from_fd(own)?;
+    Ok(match device {
+        Some(device) => dmabuf.of_device(device),
+        None => dmabuf,
+    })
+}
+
+/// Returns the class of the path between a dma-buf and a client, P2PMEM_CLASS_*.
+pub(crate) fn path_class(dmabuf: &DmaBuf, client: &str) -> Result<c_int, Failure> {
+    let class = dmabuf.path_to(&Client::resolve(client)?)?.class;
+    // The number of a class is its index in PathClass::ALL plus 1.
+    let index = PathClass::ALL.iter().position(|other| *other == class);
+    Ok(index.map_or(0, |index| count(index + 1)))
+}
+
 /// Returns a string in a fixed array, always with a NUL.
 fn chars<const N: usize>(text: &str) -> [c_char; N] {
     let mut chars = [0; N];
@@ -207,6 +279,7 @@ fn provider_info(provider: &Provider) -> p2pmem_provider_info {
             ProviderKind::Own => P2PMEM_KIND_IS_OWN,
             ProviderKind::Adopted => P2PMEM_KIND_IS_ADOPTED,
             ProviderKind::Registered => P2PMEM_KIND_IS_REGISTERED,
+            ProviderKind::Vfio => P2PMEM_KIND_IS_VFIO,
             _ => 0,
         },
         flags: flag(P2PMEM_PROVIDER_IS_EXPORTABLE, provider.exportable)
@@ -235,6 +308,7 @@ mod tests {
     use super::*;
     use p2pmem::fake::Fake;
     use std::ffi::CStr;
+    use std::os::fd::AsFd;
 
     #[test]
     fn panic_becomes_errno_with_message() {
@@ -302,6 +376,53 @@ mod tests {
             let failure = bad.request().unwrap_err();
             assert!([libc::EINVAL, libc::ENODEV].contains(&failure.errno), "{failure:?}");
         }
+    }
+
+    #[test]
+    fn backends_have_numbers_and_capabilities() {
+        for number in 1..=3 {
+            assert_eq!(backend_number(backend(number).unwrap()), number as c_int);
+        }
+        assert_eq!(backend(4).unwrap_err().errno, libc::EINVAL);
+        assert_eq!(capabilities(Backend::Module), 511);
+        assert_eq!(
+            capabilities(Backend::Sysfs) as c_uint,
+            P2PMEM_CAN_MAP | P2PMEM_CAN_DIRECT_IO
+        );
+        assert_eq!(
+            capabilities(Backend::Vfio) as c_uint,
+            P2PMEM_CAN_MAP | P2PMEM_CAN_DMABUF
+        );
+        let refused = Fake::example()
+            .device_of(Backend::Sysfs)
+            .alloc_stripe(&Request::new(4096).strategy(Strategy::Stripe));
+        let failure = Failure::from(refused.unwrap_err());
+        assert_eq!(failure.errno, libc::EOPNOTSUPP);
+        assert!(
+            failure.text.contains("sysfs") && failure.remedy.is_some(),
+            "{failure:?}"
+        );
+    }
+
+    #[test]
+    fn dma_bufs_of_any_origin_are_accepted() {
+        let shared = Fake::example()
+            .device()
+            .alloc(&Request::new(8192))
+            .unwrap()
+            .share()
+            .unwrap();
+        let own = dmabuf(shared.as_fd(), Some("0000:03:00.0")).unwrap();
+        assert_eq!(
+            (own.size(), own.device().unwrap().to_string()),
+            (8192, "0000:03:00.0".into())
+        );
+        assert_eq!(path_class(&own, "ffff:ff:1f.7").unwrap_err().errno, libc::ENODEV);
+        let unknown = dmabuf(shared.as_fd(), None).unwrap();
+        assert_eq!(path_class(&unknown, "0000:03:00.0").unwrap_err().errno, libc::EINVAL);
+        assert_eq!(dmabuf(shared.as_fd(), Some("mlx5_0")).unwrap_err().errno, libc::EINVAL);
+        let null = std::fs::File::open("/dev/null").unwrap();
+        assert_eq!(dmabuf(null.as_fd(), None).unwrap_err().errno, libc::EINVAL);
     }
 
     #[test]

@@ -8,12 +8,14 @@ use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use p2pmem::{Access, Buffer, Device, ExportOptions, Mapping, Pd, RegisterOptions, Registration, RegistrationMethod};
+use p2pmem::{
+    Access, Buffer, Device, DmaBuf, ExportOptions, Mapping, Pd, RegisterOptions, Registration, RegistrationMethod,
+};
 use p2pmem_verbs_sys::{ibv_mr, ibv_pd};
 
-use crate::call::{count, last, providers, run, Failure, Want};
+use crate::call::{self, count, last, providers, run, Failure, Want};
 
-/// An open /dev/p2pmem.
+/// An open /dev/p2pmem, or another backend.
 pub struct p2pmem_dev(Device);
 
 /// A buffer.
@@ -22,8 +24,11 @@ pub struct p2pmem_buf(Buffer);
 /// A buffer in the program's address space.
 pub struct p2pmem_mapping(Mapping);
 
-/// A buffer registered with an RDMA NIC.
+/// A buffer or a dma-buf registered with an RDMA NIC.
 pub struct p2pmem_reg(Registration);
+
+/// A dma-buf of any driver.
+pub struct p2pmem_dmabuf(DmaBuf);
 
 /// A request for an allocation. Set all fields to 0 first, then the needed ones.
 #[repr(C)]
@@ -101,6 +106,34 @@ pub const P2PMEM_KIND_IS_OWN: u32 = 1;
 pub const P2PMEM_KIND_IS_ADOPTED: u32 = 2;
 /// Memory that the device's own driver registered with p2pmem.
 pub const P2PMEM_KIND_IS_REGISTERED: u32 = 3;
+/// A BAR of a device that is bound to vfio-pci.
+pub const P2PMEM_KIND_IS_VFIO: u32 = 4;
+
+/// The p2pmem module: all capabilities.
+pub const P2PMEM_BACKEND_MODULE: c_uint = 1;
+/// Memory that a driver published: the kernel's sysfs file p2pmem/allocate.
+pub const P2PMEM_BACKEND_SYSFS: c_uint = 2;
+/// BARs of devices that are bound to vfio-pci.
+pub const P2PMEM_BACKEND_VFIO: c_uint = 3;
+
+/// Buffers can be mapped.
+pub const P2PMEM_CAN_MAP: c_uint = 1;
+/// Direct I/O (O_DIRECT) between files and mappings.
+pub const P2PMEM_CAN_DIRECT_IO: c_uint = 2;
+/// Buffers can be exported as dma-bufs and registered with NICs.
+pub const P2PMEM_CAN_DMABUF: c_uint = 4;
+/// Rules of the administrator and of the program.
+pub const P2PMEM_CAN_RULES: c_uint = 8;
+/// Quotas.
+pub const P2PMEM_CAN_QUOTAS: c_uint = 16;
+/// Removing a provider does not wait for programs, and causes an event.
+pub const P2PMEM_CAN_REVOKE: c_uint = 32;
+/// Strategies other than nearest, and stripes.
+pub const P2PMEM_CAN_PLACE: c_uint = 64;
+/// Buffers can be passed to other processes, which can map them.
+pub const P2PMEM_CAN_SHARE: c_uint = 128;
+/// Memory is cleared before it gets a new owner.
+pub const P2PMEM_CAN_CLEAR: c_uint = 256;
 
 /// Buffers in the provider can be exported and registered.
 pub const P2PMEM_PROVIDER_IS_EXPORTABLE: u32 = 1;
@@ -229,10 +262,12 @@ pub extern "C" fn p2pmem_last_remedy() -> *const c_char {
     last(true)
 }
 
-/// Opens the device at path, or /dev/p2pmem if path is NULL.
+/// Opens the module's device at path. If path is NULL, opens /dev/p2pmem or, if the module is not loaded, another
+/// backend that has memory on this machine. p2pmem_backend() returns the backend. A call that the backend does not
+/// support fails with -EOPNOTSUPP.
 ///
-/// Errors: -ENOENT (the module is not loaded), -EACCES, -EPROTO (module and library are of incompatible versions),
-/// -ENOTTY (the file is no p2pmem device).
+/// Errors: -ENOENT (the module is not loaded, and no other backend has memory), -EACCES, -EPROTO (module and library
+/// are of incompatible versions), -ENOTTY (the file is no p2pmem device).
 ///
 /// # Safety
 ///
@@ -253,6 +288,47 @@ pub unsafe extern "C" fn p2pmem_open(path: *const c_char, out: *mut *mut p2pmem_
         };
         *out = Box::into_raw(Box::new(p2pmem_dev(device?)));
         Ok(0)
+    })
+}
+
+/// Opens a backend, P2PMEM_BACKEND_*.
+///
+/// Errors: -EINVAL (no such backend), -ENODEV (the backend has no memory on this machine; p2pmem_last_remedy() returns
+/// what the backend needs), -EACCES, -EBUSY, and the errors of p2pmem_open().
+///
+/// # Safety
+///
+/// out must be valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_open_backend(backend: c_uint, out: *mut *mut p2pmem_dev) -> c_int {
+    run("p2pmem_open_backend", || {
+        // SAFETY: this function's contract.
+        let out = unsafe { output(out, "out") }?;
+        *out = Box::into_raw(Box::new(p2pmem_dev(Device::open_backend(call::backend(backend)?)?)));
+        Ok(0)
+    })
+}
+
+/// Returns the backend of the device, P2PMEM_BACKEND_*.
+///
+/// # Safety
+///
+/// dev must be open.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_backend(dev: *const p2pmem_dev) -> c_int {
+    run("p2pmem_backend", || {
+        // SAFETY: this function's contract.
+        Ok(call::backend_number(unsafe { input(dev, "dev") }?.0.backend()))
+    })
+}
+
+/// Returns the capabilities of a backend, P2PMEM_CAN_* bits.
+///
+/// Errors: -EINVAL (no such backend).
+#[no_mangle]
+pub extern "C" fn p2pmem_capabilities(backend: c_uint) -> c_int {
+    run("p2pmem_capabilities", || {
+        Ok(call::capabilities(call::backend(backend)?))
     })
 }
 
@@ -597,6 +673,134 @@ pub unsafe extern "C" fn p2pmem_register(
         let pd = unsafe { Pd::from_raw(pd.cast()) }?;
         let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range(buf.0.size(), offset, length));
         *out = Box::into_raw(Box::new(p2pmem_reg(buf.0.register_with(&pd, &what)?)));
+        Ok(0)
+    })
+}
+
+/// Accepts a dma-buf of any driver: from a GPU driver (CUDA's cuMemGetHandleForAddressRange()), vfio-pci, a heap, or a
+/// buffer of another process. The caller still closes fd. device is the PCI address of the device that has the memory.
+/// It can be NULL; p2pmem_dmabuf_path() then fails.
+///
+/// Errors: -EBADF, -EINVAL (fd is not a dma-buf, or device is not a PCI address), -EMFILE.
+///
+/// # Safety
+///
+/// device must be NULL or a string, out valid. If fd is a descriptor, it must stay open during the call.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, out: *mut *mut p2pmem_dmabuf) -> c_int {
+    run("p2pmem_dmabuf_open", || {
+        // SAFETY: this function's contract.
+        let out = unsafe { output(out, "out") }?;
+        if fd < 0 {
+            return Err(Failure::bad_descriptor(fd));
+        }
+        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
+        // refuses a number that is not a descriptor.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let device = if device.is_null() {
+            None
+        } else {
+            // SAFETY: the pointer is not NULL, so it points to a string (this function's contract).
+            Some(unsafe { CStr::from_ptr(device) }.to_string_lossy())
+        };
+        *out = Box::into_raw(Box::new(p2pmem_dmabuf(call::dmabuf(fd, device.as_deref())?)));
+        Ok(0)
+    })
+}
+
+/// Closes a dma-buf. Registrations of the dma-buf keep the memory. NULL is allowed.
+///
+/// # Safety
+///
+/// dmabuf must be NULL, or a dma-buf that is not in use.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_close(dmabuf: *mut p2pmem_dmabuf) {
+    run("p2pmem_dmabuf_close", || {
+        // SAFETY: this function's contract.
+        drop(unsafe { take(dmabuf) });
+        Ok(0)
+    });
+}
+
+/// Returns the size of the dma-buf in bytes; 0 for NULL.
+///
+/// # Safety
+///
+/// dmabuf must be NULL or a dma-buf.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_size(dmabuf: *const p2pmem_dmabuf) -> u64 {
+    // SAFETY: this function's contract.
+    unsafe { dmabuf.as_ref() }.map_or(0, |dmabuf| dmabuf.0.size())
+}
+
+/// Writes the name of the driver that exported the memory, or "" if the name is not known. Writes at most capacity
+/// bytes to text, including the NUL, and returns the length of the whole text, as snprintf() does.
+///
+/// # Safety
+///
+/// dmabuf must be a dma-buf, text valid for capacity bytes (NULL if capacity is 0).
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_exporter(
+    dmabuf: *const p2pmem_dmabuf,
+    text: *mut c_char,
+    capacity: usize,
+) -> c_int {
+    run("p2pmem_dmabuf_exporter", || {
+        // SAFETY: this function's contract.
+        let exporter = unsafe { input(dmabuf, "dmabuf") }?.0.exporter().unwrap_or_default();
+        // SAFETY: this function's contract.
+        unsafe { copy_text(&exporter, text, capacity) }
+    })
+}
+
+/// Returns the class of the path between the memory and a client, P2PMEM_CLASS_*. client is a name as in p2pmem_want. A
+/// path through the root complex counts as reachable. If the client cannot reach the memory, the registration fails.
+///
+/// Errors: -EINVAL (the device that has the memory is not known), -ENODEV (a device does not exist).
+///
+/// # Safety
+///
+/// dmabuf must be a dma-buf, client a string.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_path(dmabuf: *const p2pmem_dmabuf, client: *const c_char) -> c_int {
+    run("p2pmem_dmabuf_path", || {
+        // SAFETY: this function's contract.
+        let (dmabuf, client) = unsafe { (input(dmabuf, "dmabuf")?, input(client, "client")?) };
+        // SAFETY: `client` is a string (this function's contract).
+        let client = unsafe { CStr::from_ptr(client) }.to_string_lossy();
+        call::path_class(&dmabuf.0, &client)
+    })
+}
+
+/// Registers length bytes of a dma-buf from offset with the NIC of a protection domain; a length of 0 means the rest.
+/// Work requests use offset as the address of the first byte. access: IBV_ACCESS_* bits. The registration must end
+/// before the protection domain does.
+///
+/// Errors: -EINVAL, -EOPNOTSUPP (the NIC's driver does not register dma-bufs, or the exporter refuses importers that it
+/// cannot revoke), -EHOSTUNREACH or -EREMOTEIO (the NIC cannot reach the memory), -ENODEV (the memory was revoked),
+/// -ENOMEM, -ENOSYS (libibverbs is not installed, or too old).
+///
+/// # Safety
+///
+/// dmabuf must be a dma-buf, pd a protection domain of libibverbs.so.1, out valid.
+#[no_mangle]
+pub unsafe extern "C" fn p2pmem_dmabuf_register(
+    dmabuf: *const p2pmem_dmabuf,
+    pd: *mut ibv_pd,
+    offset: u64,
+    length: u64,
+    access: c_uint,
+    out: *mut *mut p2pmem_reg,
+) -> c_int {
+    run("p2pmem_dmabuf_register", || {
+        // SAFETY: this function's contract.
+        let (dmabuf, out) = unsafe { (input(dmabuf, "dmabuf")?, output(out, "out")?) };
+        let pd = NonNull::new(pd).ok_or_else(|| Failure::argument("pd is NULL"))?;
+        // SAFETY: the domain lives until the registration is ended (this function's contract).
+        let pd = unsafe { Pd::from_raw(pd.cast()) }?;
+        let range = range(dmabuf.0.size(), offset, length);
+        let what = RegisterOptions::new(Access::from_bits_retain(access)).range(range);
+        *out = Box::into_raw(Box::new(p2pmem_reg(dmabuf.0.register_with(&pd, &what)?)));
         Ok(0)
     })
 }

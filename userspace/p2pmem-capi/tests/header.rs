@@ -174,6 +174,7 @@ int main(void)
 	p2pmem_buf *buf = NULL;
 	p2pmem_mapping *map = NULL;
 	p2pmem_reg *reg = NULL;
+	p2pmem_dmabuf *dmabuf = NULL;
 	p2pmem_want want;
 
 	memset(&want, 0, sizeof(want));
@@ -182,6 +183,14 @@ int main(void)
 	CHECK(strstr(p2pmem_last_error(), "/nonexistent/p2pmem") && strstr(p2pmem_last_remedy(), "modprobe"));
 	CHECK(p2pmem_open("/dev/null", &dev) == -ENOTTY && !dev);
 	CHECK(p2pmem_open(NULL, NULL) == -EINVAL && !strcmp(p2pmem_last_error(), "out is NULL"));
+	CHECK(p2pmem_open_backend(9, &dev) == -EINVAL && !dev && strstr(p2pmem_last_error(), "9 is not a backend"));
+	CHECK(p2pmem_open_backend(P2PMEM_BACKEND_SYSFS, NULL) == -EINVAL && p2pmem_backend(NULL) == -EINVAL);
+	CHECK(p2pmem_capabilities(P2PMEM_BACKEND_VFIO) == (P2PMEM_CAN_MAP | P2PMEM_CAN_DMABUF) && p2pmem_capabilities(0) == -EINVAL);
+	CHECK(p2pmem_dmabuf_open(-1, NULL, &dmabuf) == -EBADF && p2pmem_dmabuf_open(0, "mlx5_0", &dmabuf) == -EINVAL && !dmabuf);
+	CHECK(p2pmem_dmabuf_open(0, NULL, &dmabuf) == -EINVAL && strstr(p2pmem_last_error(), "not a dma-buf"));
+	CHECK(!p2pmem_dmabuf_size(NULL) && p2pmem_dmabuf_exporter(NULL, NULL, 0) == -EINVAL && p2pmem_dmabuf_path(NULL, "nvme0") == -EINVAL);
+	CHECK(p2pmem_dmabuf_register(NULL, NULL, 0, 0, 0, &reg) == -EINVAL);
+	p2pmem_dmabuf_close(NULL);
 	CHECK(p2pmem_fd(NULL) == -EINVAL && p2pmem_list(NULL, NULL, 0) == -EINVAL);
 	CHECK(p2pmem_alloc(NULL, &want, &buf) == -EINVAL && !strcmp(p2pmem_last_error(), "dev is NULL"));
 	CHECK(p2pmem_map(NULL, &map) == -EINVAL && p2pmem_flush(NULL) == -EINVAL);

@@ -6,6 +6,7 @@ use std::os::fd::AsFd;
 
 use p2pmem_sys as abi;
 
+use crate::backend::Capability;
 use crate::buffer::Buffer;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
@@ -29,10 +30,12 @@ impl Device {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for a request that no module could serve; [`Error::NoSpace`] if providers are too small
-    /// (ENODEV) or full (ENOSPC), with their sizes and holders; [`Error::Refused`], with the module's message, for
-    /// EINVAL, ENODEV (no provider can ever serve the request, or a client does not exist), EACCES (a rule denies the
-    /// memory), EDQUOT (a quota or the cgroup's limit is exceeded), ENOMEM, or EMFILE.
+    /// [`Error::Request`] for a request that no module could serve; [`Error::NotSupported`] for a strategy or an
+    /// alignment that the backend does not support; [`Error::NoSpace`] if providers are too small (ENODEV) or full
+    /// (ENOSPC), with their sizes and holders; [`Error::Open`] if a device node of VFIO cannot be opened;
+    /// [`Error::Refused`], with the module's message, for EINVAL, ENODEV (no provider can ever serve the request, or a
+    /// client does not exist), EACCES (a rule denies the memory), EDQUOT (a quota or the cgroup's limit is exceeded),
+    /// ENOMEM, or EMFILE.
     pub fn alloc(&self, request: &Request) -> Result<Buffer> {
         if request.strategy == Strategy::Stripe {
             return Err(Error::Request(
@@ -40,6 +43,7 @@ impl Device {
             ));
         }
         let raw = request.raw()?;
+        self.require_for(request)?;
         let clients = addresses(request.clients());
         let mut last = self.lock();
         *last = Some(request.clone());
@@ -70,6 +74,7 @@ impl Device {
             )));
         }
         let raw = request.raw()?;
+        self.require_for(request)?;
         let clients = addresses(request.clients());
         let mut parts = vec![abi::p2pmem_part::default(); abi::P2PMEM_MAX_PARTS as usize];
         let mut last = self.lock();
@@ -88,8 +93,10 @@ impl Device {
     /// # Errors
     ///
     /// [`Error::Refused`] with EINVAL (not a dma-buf), EXDEV (a dma-buf of another driver), EACCES (a dma-buf of parts
-    /// of a buffer), ENODEV (the buffer was revoked), or EMFILE (too many handles).
+    /// of a buffer), ENODEV (the buffer was revoked), or EMFILE (too many handles); [`Error::NotSupported`] if the
+    /// backend is not the module.
     pub fn import(&self, shared: impl AsFd) -> Result<Buffer> {
+        self.require(Capability::Sharing)?;
         let got = self.call(Operation::Import, |k| k.import(shared.as_fd()))?;
         Ok(Buffer::imported(self.clone(), &got))
     }

@@ -2,11 +2,12 @@
 
 //! A buffer: memory of a provider that this program holds.
 
+use std::io;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use p2pmem_sys as abi;
 
-use crate::device::Device;
+use crate::device::{failure_without_message, Device};
 use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::mapping::Mapping;
@@ -102,7 +103,7 @@ impl Buffer {
     }
 
     /// Returns the offset at which `mmap()` of the device's file maps the buffer, for programs that call `mmap()`
-    /// themselves.
+    /// themselves; 0 if the backend is not [`Backend::Module`](crate::Backend::Module): other backends have no file.
     pub fn mmap_offset(&self) -> u64 {
         self.mmap_offset
     }
@@ -144,16 +145,11 @@ impl Buffer {
     /// [`Error::Refused`] with ENODEV (the buffer was revoked) or ENOMEM (the address space or the limit of mappings is
     /// exhausted).
     pub fn map(&self) -> Result<Mapping> {
-        let refused = |errno| Error::Refused {
-            operation: Operation::Map,
-            errno,
-            reason: None,
-        };
-        let len = usize::try_from(self.size()).map_err(|_| refused(libc::ENOMEM))?;
+        let failed = |error| -> Error { failure_without_message(Operation::Map, error) };
+        let len = usize::try_from(self.size()).map_err(|_| failed(io::Error::from_raw_os_error(libc::ENOMEM)))?;
         // mmap() records no message, so none is read.
-        let map = self.origin.device.kernel().map(self.mmap_offset, len);
-        let region = map.map_err(|error| refused(error.raw_os_error().unwrap_or(libc::EIO)))?;
-        let region = Arc::new(region);
+        let map = self.origin.device.kernel().map(self.handle(), self.mmap_offset, len);
+        let region = map.map_err(failed)?;
         *self.mapped.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&region);
         Ok(Mapping::new(self.origin.clone(), region))
     }

@@ -11,13 +11,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use p2pmem_sys as abi;
 
 use crate::addr::PciAddr;
+use crate::backend::{Backend, Capability};
 use crate::error::{Error, Operation, Result};
 use crate::explain::Explanation;
 use crate::full::{holders, Holder};
 use crate::pci::Client;
-use crate::request::{addresses, Request};
+use crate::request::{addresses, Request, Strategy};
 use crate::sys::user;
-use crate::sys::{CharDevice, Kernel};
+use crate::sys::{page_size, CharDevice, Kernel};
 use crate::types::{Info, Path, Provider, Stats};
 
 /// Path of the module's device.
@@ -26,7 +27,18 @@ pub const DEFAULT_PATH: &str = "/dev/p2pmem";
 /// Most attempts to read an answer that grew between the query for its size and the query for its content.
 const MAX_ATTEMPTS: usize = 8;
 
-/// An open `/dev/p2pmem`. Clones share the open file; buffers allocated through the device keep the file open.
+/// Returns the error of a failed call for which the backend records no message.
+pub(crate) fn failure_without_message(operation: Operation, error: io::Error) -> Error {
+    // The backends without the module also return errors of this crate.
+    error.downcast().unwrap_or_else(|error| Error::Refused {
+        operation,
+        errno: error.raw_os_error().unwrap_or(libc::EIO),
+        reason: None,
+    })
+}
+
+/// An open `/dev/p2pmem`, or another [`Backend`]. Clones share the open file; buffers allocated through the device keep
+/// the file open.
 ///
 /// ```
 /// # let device = p2pmem::fake::Fake::example().device();
@@ -65,21 +77,13 @@ impl AsFd for Device {
 }
 
 impl Device {
-    /// Opens [`DEFAULT_PATH`].
+    /// Opens the module's device at `path`.
     ///
     /// # Errors
     ///
     /// [`Error::Open`] with ENOENT (the module is not loaded) or EACCES (the caller may not open the device);
-    /// [`Error::Abi`] if module and library have no version of the ABI in common.
-    pub fn open() -> Result<Self> {
-        Self::open_path(DEFAULT_PATH)
-    }
-
-    /// Opens the device at `path`.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Device::open`]; [`Error::Refused`] with ENOTTY if `path` is another kind of device.
+    /// [`Error::Abi`] if module and library have no version of the ABI in common; [`Error::Refused`] with ENOTTY if
+    /// `path` is another kind of device.
     pub fn open_path(path: impl AsRef<FsPath>) -> Result<Self> {
         let path = path.as_ref();
         let device = CharDevice::open(path).map_err(|error| Error::Open {
@@ -111,7 +115,33 @@ impl Device {
         &*self.inner.kernel
     }
 
-    /// Calls the module. On an error, reads the module's message about the error.
+    /// Returns the backend of the device.
+    pub fn backend(&self) -> Backend {
+        self.kernel().backend()
+    }
+
+    /// Fails if the device's backend does not have a capability.
+    pub(crate) fn require(&self, capability: Capability) -> Result<()> {
+        let backend = self.backend();
+        if backend.supports(capability) {
+            Ok(())
+        } else {
+            Err(Error::NotSupported { backend, capability })
+        }
+    }
+
+    /// Fails if the backend does not support the strategy or the alignment of a request.
+    pub(crate) fn require_for(&self, request: &Request) -> Result<()> {
+        let backend = self.backend();
+        // The sysfs backend does not know the memory's place in the BAR.
+        let is_aligned = backend != Backend::Sysfs || request.align <= page_size();
+        if request.strategy == Strategy::Nearest && is_aligned {
+            return Ok(());
+        }
+        self.require(Capability::Placement)
+    }
+
+    /// Calls the backend. On an error, reads the backend's message about the error.
     pub(crate) fn call<T>(&self, operation: Operation, f: impl FnOnce(&dyn Kernel) -> io::Result<T>) -> Result<T> {
         let _guard = self.lock();
         self.call_locked(operation, f)
@@ -128,17 +158,19 @@ impl Device {
         operation: Operation,
         f: impl FnOnce(&dyn Kernel) -> io::Result<T>,
     ) -> Result<T> {
-        f(self.kernel()).map_err(|error| {
-            let errno = error.raw_os_error().unwrap_or(libc::EIO);
+        f(self.kernel()).map_err(|error| self.failure(operation, error))
+    }
+
+    /// Returns the error of a failed call, with the backend's message.
+    fn failure(&self, operation: Operation, error: io::Error) -> Error {
+        let mut failure = failure_without_message(operation, error);
+        if let Error::Refused { errno, reason, .. } = &mut failure {
             // The module records no message for these two errnos; its last message is about an earlier call.
-            let silent = matches!(errno, libc::EFAULT | libc::ENOTTY);
-            let reason = if silent { None } else { self.last_text() };
-            Error::Refused {
-                operation,
-                errno,
-                reason,
+            if !matches!(*errno, libc::EFAULT | libc::ENOTTY) {
+                *reason = self.last_text();
             }
-        })
+        }
+        failure
     }
 
     /// Runs `import`, by which a driver imports a dma-buf of this device. On an error, also returns the module's
@@ -283,15 +315,12 @@ impl Device {
     /// Those of [`Device::alloc`], except for a request that no provider can serve: [`Explanation::errno`] is set then.
     pub fn explain(&self, request: &Request) -> Result<Explanation> {
         let raw = request.raw()?;
+        self.require_for(request)?;
         let clients = addresses(request.clients());
         let (answer, verdicts, text) = {
             let _guard = self.lock();
             self.explain_raw(Some((&raw, &clients)))
-                .map_err(|error| Error::Refused {
-                    operation: Operation::Explain,
-                    errno: error.raw_os_error().unwrap_or(libc::EIO),
-                    reason: self.last_text(),
-                })?
+                .map_err(|error| self.failure(Operation::Explain, error))?
         };
         // The dry run's answer repeats the request. Use the local request, because an older module may not repeat it.
         let answer = abi::p2pmem_explain {
@@ -380,7 +409,7 @@ impl Device {
     }
 
     /// Returns the processes that hold buffers, for each provider, those with the most bytes first; `None` if this
-    /// program may not read the list, which only root can.
+    /// program may not read the list, which only root can. A backend without the module lists this program only.
     pub fn holders(&self) -> Option<Vec<(PciAddr, Holder)>> {
         self.kernel().holders().ok().map(|table| holders(&table))
     }

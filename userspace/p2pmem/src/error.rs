@@ -7,6 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::addr::PciAddr;
+use crate::backend::{Backend, Capability};
 use crate::full::FullProvider;
 use crate::types::RegistrationMethod;
 
@@ -105,7 +106,36 @@ pub enum Error {
         program: u32,
     },
 
-    /// The module refused an operation.
+    /// The device's backend does not support an operation.
+    #[error("the backend {backend} does not support {}", capability.description())]
+    NotSupported {
+        /// The backend of the device.
+        backend: Backend,
+        /// The capability that the operation needs.
+        capability: Capability,
+    },
+
+    /// A backend has no memory that this program can use.
+    #[error("the backend {backend} has no memory for this program: {why}")]
+    Unavailable {
+        /// The backend.
+        backend: Backend,
+        /// What is missing.
+        why: String,
+        /// What to do about the error.
+        remedy: &'static str,
+    },
+
+    /// The module is not loaded, and no other backend has memory that this program can use.
+    #[error("{module}; {}", list(others))]
+    NoBackend {
+        /// Why the module's device could not be opened.
+        module: Box<Error>,
+        /// Why the other backends cannot be used, in the order of [`Backend`].
+        others: Vec<Error>,
+    },
+
+    /// The backend refused an operation.
     #[error("{operation} failed: {}{}", errno_text(*errno), reason.as_deref().map(|r| format!(": {r}")).unwrap_or_default())]
     Refused {
         /// The operation.
@@ -278,6 +308,8 @@ pub enum Error {
 pub enum ErrorKind {
     /// The module is not loaded, or was unloaded.
     ModuleMissing,
+    /// A backend has no memory that this program can use.
+    BackendUnavailable,
     /// Module or libraries do not fit this program's version.
     Incompatible,
     /// The user does not have the permission: EACCES or EPERM.
@@ -334,6 +366,9 @@ impl Error {
         );
         match (self, self.errno()) {
             (Self::Abi { .. }, _) => Kind::Incompatible,
+            (Self::NotSupported { .. }, _) => Kind::Unsupported,
+            (Self::Unavailable { .. }, _) => Kind::BackendUnavailable,
+            (Self::NoBackend { module, .. }, _) => module.kind(),
             (Self::Client { .. } | Self::Request(_) | Self::OutOfBounds { .. } | Self::NotDirect, _) => {
                 Kind::InvalidRequest
             }
@@ -375,6 +410,7 @@ impl Error {
         match self {
             Self::Open { error, .. } | Self::Io { error, .. } | Self::Admin { error, .. } => error.raw_os_error(),
             Self::Refused { errno, .. } | Self::NoSpace { errno, .. } | Self::Register { errno, .. } => Some(*errno),
+            Self::NoBackend { module, .. } => module.errno(),
             _ => None,
         }
     }
@@ -394,6 +430,13 @@ impl Error {
     pub fn remedy(&self) -> Option<&'static str> {
         let errno = self.errno();
         match self {
+            Self::NotSupported { backend, capability } => not_supported_remedy(*backend, *capability),
+            Self::Unavailable { remedy, .. } => Some(remedy),
+            Self::NoBackend { .. } => Some(
+                "load the module: modprobe p2pmem; `p2pmemctl scan` shows what each other source of memory needs",
+            ),
+            Self::Open { path, .. } if path.starts_with("/dev/vfio") || path == Path::new("/dev/iommu") => vfio_remedy(errno),
+            Self::Open { path, .. } if path.ends_with("p2pmem/allocate") => sysfs_remedy(errno),
             Self::Open { path, .. } if !is_module_device(path) => None,
             Self::Open { .. } => match errno {
                 Some(libc::ENOENT) => Some("load the module: modprobe p2pmem"),
@@ -410,11 +453,12 @@ impl Error {
                 ..
             } => match errno {
                 Some(libc::ENODEV) => {
-                    Some("see `p2pmemctl list` and `p2pmemctl topo`: a provider must be large enough, and all clients must reach it")
+                    Some("a provider must be large enough, and all clients must reach it: see `p2pmemctl list` and `p2pmemctl topo` \
+                          or, without the module, `p2pmemctl scan`")
                 }
                 Some(libc::EDQUOT) => Some("free some of your buffers, or ask the administrator to raise the quota of the named rule"),
                 Some(libc::EACCES) => Some("ask the administrator about the named rule: `p2pmemctl rules list` shows the rule"),
-                Some(libc::ENOSPC) => Some("see `p2pmemctl list`: free buffers, or request less"),
+                Some(libc::ENOSPC) => Some("free buffers, or request less: see `p2pmemctl list` or, without the module, `p2pmemctl scan`"),
                 Some(libc::E2BIG) => Some("name fewer clients in one request"),
                 _ => None,
             },
@@ -444,7 +488,8 @@ impl Error {
                     "ask the administrator to write 1 to the provider's attribute pinned_exports, or export without pinning",
                 ),
                 Some(libc::EOPNOTSUPP) => Some(
-                    "publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl list`)",
+                    "with the module, publish memory of a device that is bound to p2pmem, and allocate from it (see `p2pmemctl \
+                     list`); with the backend vfio, export one range, not pinned",
                 ),
                 Some(libc::EMFILE) => Some("close files, or raise the limit (ulimit -n)"),
                 _ => None,
@@ -482,6 +527,53 @@ impl Error {
             _ => None,
         }
     }
+}
+
+/// Returns what to do if a backend does not support an operation.
+fn not_supported_remedy(backend: Backend, capability: Capability) -> Option<&'static str> {
+    match (backend, capability) {
+        (Backend::Module, _) => None,
+        (Backend::Driver, Capability::DmaBuf) => None,
+        (Backend::Driver, _) => Some("allocate with the driver's own interface, and pass its dma-buf to DmaBuf::from_fd()"),
+        (Backend::Sysfs, Capability::DmaBuf) => Some(
+            "load the module (modprobe p2pmem), which exports the memory of known BARs; or use a device that is bound to \
+             vfio-pci: DeviceOptions::needs(Capability::DmaBuf)",
+        ),
+        (Backend::Vfio, Capability::DirectIo) => Some(
+            "load the module (modprobe p2pmem) and publish the device; or use memory that a driver published: \
+             DeviceOptions::needs(Capability::DirectIo)",
+        ),
+        (_, Capability::Sharing) => Some(
+            "load the module: modprobe p2pmem; a process that only registers the memory with a NIC can use DmaBuf::from_fd()",
+        ),
+        _ => Some("load the module: modprobe p2pmem"),
+    }
+}
+
+/// Returns what to do if a device node of VFIO cannot be opened.
+fn vfio_remedy(errno: Option<i32>) -> Option<&'static str> {
+    match errno? {
+        libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the device node: chown"),
+        libc::EBUSY => Some("another program, such as a virtual machine, or another `Device` of this program has opened the device: end that \
+             program, or drop that `Device`"),
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => Some("load VFIO, and bind the device to it: modprobe vfio-pci"),
+        _ => None,
+    }
+}
+
+/// Returns what to do if the file of memory that a driver published cannot be used.
+fn sysfs_remedy(errno: Option<i32>) -> Option<&'static str> {
+    match errno? {
+        libc::EACCES | libc::EPERM => Some("run as root, or give your user access to the file: chown"),
+        libc::ENOENT | libc::ENODEV | libc::ENXIO => Some("the device's driver was unbound: bind the driver again"),
+        _ => None,
+    }
+}
+
+/// Returns the errors as one text.
+fn list(errors: &[Error]) -> String {
+    let all: Vec<_> = errors.iter().map(Error::to_string).collect();
+    all.join("; ")
 }
 
 /// Returns the text of each full provider, after a semicolon.

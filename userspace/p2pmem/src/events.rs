@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use p2pmem_sys as abi;
 
+use crate::backend::Capability;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 
@@ -126,7 +127,8 @@ impl Events {
     ///
     /// # Errors
     ///
-    /// [`Error::Refused`] with ENODEV if the module is being unloaded.
+    /// [`Error::Refused`] with ENODEV if the module is being unloaded; [`Error::NotSupported`] if the backend is not
+    /// the module.
     pub fn next_within(&mut self, timeout: Option<Duration>) -> Result<Option<Event>> {
         let deadline = timeout.map(|t| Instant::now() + t);
         loop {
@@ -165,6 +167,7 @@ impl Events {
     ///
     /// Those of [`Events::next_within`].
     pub fn try_next(&mut self) -> Result<Option<Event>> {
+        self.device.require(Capability::Revoke)?;
         while self.ready.is_empty() {
             let mut raw = [abi::p2pmem_event::default(); 32];
             // Device::call() is not used: it would hold a lock that other threads' calls need.

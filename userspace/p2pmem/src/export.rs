@@ -7,8 +7,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use p2pmem_sys as abi;
 
+use crate::addr::PciAddr;
+use crate::backend::Capability;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
+use crate::sys::{Exported, Hold};
 
 /// Options of an export: the parts of the buffer, and the importers that are allowed.
 ///
@@ -87,25 +90,19 @@ impl ExportOptions {
 
     /// Creates the dma-buf of the buffer `handle`, which has `size` bytes.
     pub(crate) fn of_buffer(&self, device: &Device, handle: u32, size: u64) -> Result<DmaBuf> {
+        device.require(Capability::DmaBuf)?;
         let (raw, ranges) = self.ranges_of(0, size)?;
-        let fd = device.call(Operation::Export, |k| k.export(handle, &raw, self.flags()))?;
-        Ok(DmaBuf {
-            fd,
-            ranges,
-            pinned: self.pinned,
-        })
+        let exported = device.call(Operation::Export, |k| k.export(handle, &raw, self.flags()))?;
+        Ok(DmaBuf::of_device_buffer(exported, ranges, self.pinned))
     }
 
     /// Creates the dma-buf of a mapping of a buffer: `size` bytes from the address `start` on.
     pub(crate) fn of_addresses(&self, device: &Device, start: u64, size: u64) -> Result<DmaBuf> {
+        device.require(Capability::DmaBuf)?;
         let (raw, ranges) = self.ranges_of(start, size)?;
         let flags = self.flags() | abi::P2PMEM_EXPORT_MAPPED;
-        let fd = device.call(Operation::Export, |k| k.export(0, &raw, flags))?;
-        Ok(DmaBuf {
-            fd,
-            ranges,
-            pinned: self.pinned,
-        })
+        let exported = device.call(Operation::Export, |k| k.export(0, &raw, flags))?;
+        Ok(DmaBuf::of_device_buffer(exported, ranges, self.pinned))
     }
 }
 
@@ -114,14 +111,62 @@ impl ExportOptions {
 /// The dma-buf holds the memory as a mapping does: the dma-buf and imports of it can outlive the
 /// [`Buffer`](crate::Buffer). When the provider is removed, importers are notified and lose the memory. The descriptor
 /// stays open, and further imports fail with ENODEV.
+///
+/// [`DmaBuf::from_fd`] accepts dma-bufs of other drivers too.
+///
+/// With the backend vfio, this value holds the memory. A descriptor that the program took out of it (`OwnedFd::from`)
+/// or passed to another process does not: after the last buffer, mapping, dma-buf and registration of a device is
+/// dropped, the library closes the device, and the kernel revokes the memory of all descriptors. While the device is
+/// open, memory of an open descriptor is not allocated again.
 #[derive(Debug)]
 pub struct DmaBuf {
     fd: OwnedFd,
     ranges: Vec<Range<u64>>,
     pinned: bool,
+    /// The PCI function that has the memory, if the program or the backend set the function.
+    pub(crate) function: Option<PciAddr>,
+    /// Keeps the memory allocated, for a backend whose memory the kernel does not keep.
+    hold: Option<Hold>,
 }
 
 impl DmaBuf {
+    fn of_device_buffer(exported: Exported, ranges: Vec<Range<u64>>, pinned: bool) -> Self {
+        Self {
+            fd: exported.fd,
+            ranges,
+            pinned,
+            function: exported.function,
+            hold: exported.hold,
+        }
+    }
+
+    /// Returns a dma-buf of another driver.
+    pub(crate) fn of_size(fd: OwnedFd, size: u64, function: Option<PciAddr>, hold: Option<Hold>) -> Self {
+        Self {
+            fd,
+            ranges: std::iter::once(0..size).collect(),
+            pinned: false,
+            function,
+            hold,
+        }
+    }
+
+    /// Returns the same dma-buf with another descriptor.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] if the limit of open files is reached.
+    pub fn try_clone(&self) -> Result<Self> {
+        let fd = self.fd.try_clone();
+        Ok(Self {
+            fd: fd.map_err(|error| Error::State(format!("cannot duplicate the descriptor of a dma-buf: {error}")))?,
+            ranges: self.ranges.clone(),
+            pinned: self.pinned,
+            function: self.function,
+            hold: self.hold.clone(),
+        })
+    }
+
     /// Returns the size in bytes of all parts.
     pub fn size(&self) -> u64 {
         self.ranges.iter().map(|r| r.end - r.start).sum()

@@ -33,6 +33,7 @@ use p2pmem_sys as abi;
 use rustix::event::{eventfd, EventfdFlags};
 
 use crate::addr::PciAddr;
+use crate::backend::Backend;
 use crate::device::Device;
 use crate::sys::memory_file;
 use crate::types::PathClass;
@@ -167,6 +168,20 @@ impl Fake {
 
     /// Opens the fake device, as `Device::open()` opens the real one.
     pub fn device(&self) -> Device {
+        self.device_of(Backend::Module)
+    }
+
+    /// Opens the fake device as one of another backend: operations that the backend does not support fail.
+    ///
+    /// ```
+    /// use p2pmem::{fake::Fake, Backend, Error, Request};
+    ///
+    /// let device = Fake::example().device_of(Backend::Sysfs);
+    /// let error = device.alloc(&Request::new(4096))?.share().unwrap_err();
+    /// assert!(matches!(error, Error::NotSupported { backend: Backend::Sysfs, .. }));
+    /// # Ok::<(), p2pmem::Error>(())
+    /// ```
+    pub fn device_of(&self, backend: Backend) -> Device {
         let wakeup = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).expect("an eventfd");
         let wakeup = Arc::new(wakeup);
         let file = Arc::new(Mutex::new(OpenFile::new(wakeup.clone())));
@@ -175,6 +190,7 @@ impl Fake {
             machine: self.machine.clone(),
             file,
             wakeup,
+            backend,
         }))
     }
 

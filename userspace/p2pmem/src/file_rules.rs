@@ -5,6 +5,7 @@
 use p2pmem_sys as abi;
 
 use crate::addr::PciAddr;
+use crate::backend::Capability;
 use crate::device::Device;
 use crate::error::{Error, Operation, Result};
 use crate::rules::Action;
@@ -102,8 +103,10 @@ impl Device {
     ///
     /// [`Error::Request`] for a name that is too long; [`Error::Refused`] with EINVAL (a name with other characters,
     /// two rules with one name, a rule without effect or with a contradiction), ENODEV (a function that does not
-    /// exist), or E2BIG (more than 32 rules). After an error, the rules are as before.
+    /// exist), or E2BIG (more than 32 rules); [`Error::NotSupported`] if the backend is not the module. After an error,
+    /// the rules are as before.
     pub fn set_rules(&self, rules: &[FileRule]) -> Result<()> {
+        self.require(Capability::Rules)?;
         let raw = rules.iter().map(FileRule::raw).collect::<Result<Vec<_>>>()?;
         self.call(Operation::Rules, |kernel| kernel.set_rules(&raw))
     }

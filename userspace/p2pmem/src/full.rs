@@ -94,9 +94,14 @@ impl fmt::Display for FullProvider {
             }
             _ => {}
         }
-        match provider.pinned + provider.scrubbing {
-            0 => Ok(()),
-            waiting => write!(f, ", {} of freed buffers not cleared yet", human_size(waiting)),
+        match (provider.pinned, provider.scrubbing) {
+            (0, 0) => Ok(()),
+            (pinned, 0) => write!(f, ", {} of freed buffers still in use", human_size(pinned)),
+            (pinned, scrubbing) => write!(
+                f,
+                ", {} of freed buffers not cleared yet",
+                human_size(pinned.saturating_add(scrubbing))
+            ),
         }
     }
 }

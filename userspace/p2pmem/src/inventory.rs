@@ -10,12 +10,14 @@ mod types;
 use std::path::Path;
 
 use crate::addr::PciAddr;
+pub use crate::backend::Backend;
 use crate::error::Result;
-use crate::pci::{devices_in, hex, read_attribute, PciDevice};
+use crate::pci::{device_at, devices_in, hex, read_attribute, PciDevice};
 
 pub use sources::Release;
+pub(crate) use sources::VfioState;
 use sources::{vendor_interfaces, Machine};
-pub use types::{Availability, Backend, Bar, DmaBufSupport, DmaClient, MemoryDevice, Pool, Source};
+pub use types::{Availability, Bar, DmaBufSupport, DmaClient, MemoryDevice, Pool, Source};
 
 /// Bits of the flags in the sysfs file `resource` (`include/linux/ioport.h`).
 const IORESOURCE_MEM: u64 = 0x200;
@@ -69,7 +71,7 @@ impl Inventory {
     /// Those of [`Inventory::read`].
     pub fn read_in(root: &Path, providers: Option<&[PciAddr]>) -> Result<Self> {
         let sys = root.join("sys");
-        let kernel = read_attribute(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default();
+        let kernel = kernel_name(root);
         let loaded = sys.join("module/p2pmem");
         let module = loaded
             .exists()
@@ -110,8 +112,33 @@ impl Inventory {
     }
 }
 
-/// Returns the device with its sources, or none if it has no memory that a program could use.
-fn memory_device(machine: &Machine<'_>, device: &PciDevice) -> Option<MemoryDevice> {
+/// Returns the function at an address with its sources, whatever its class is; none if there is no such function.
+pub(crate) fn memory_device_at(root: &Path, addr: PciAddr) -> Option<MemoryDevice> {
+    let device = device_at(&root.join("sys"), addr)?;
+    Some(described(&without_module(root), &device))
+}
+
+/// Returns what a device needs until a program can use it by vfio-pci.
+pub(crate) fn vfio_state(root: &Path, memory_device: &MemoryDevice) -> VfioState {
+    without_module(root).vfio_state(memory_device)
+}
+
+fn without_module(root: &Path) -> Machine<'_> {
+    Machine {
+        root,
+        release: kernel_release(&kernel_name(root)),
+        module: false,
+        providers: None,
+    }
+}
+
+/// Returns the release of the running kernel of the machine whose file system is at `root`.
+pub(crate) fn kernel_name(root: &Path) -> String {
+    read_attribute(&root.join("proc/sys/kernel/osrelease")).unwrap_or_default()
+}
+
+/// Returns the device with its sources.
+fn described(machine: &Machine<'_>, device: &PciDevice) -> MemoryDevice {
     let folder = machine.folder(device);
     let mut memory_device = MemoryDevice {
         device: device.clone(),
@@ -119,15 +146,25 @@ fn memory_device(machine: &Machine<'_>, device: &PciDevice) -> Option<MemoryDevi
         pool: pool_in(&folder),
         sources: Vec::new(),
     };
+    memory_device.sources = machine.sources(&memory_device);
+    memory_device
+}
+
+/// Returns the device with its sources, or none if it has no memory that a program could use.
+fn memory_device(machine: &Machine<'_>, device: &PciDevice) -> Option<MemoryDevice> {
+    let memory_device = described(machine, device);
     let has_memory = memory_device.pool.is_some()
         || vendor_interfaces(device).is_some()
         || machine.is_provider(device.addr)
-        || memory_device.memory_bar().is_some() && !has_registers_alone(device.class);
-    if !has_memory {
-        return None;
+        || memory_device.has_memory_bar();
+    has_memory.then_some(memory_device)
+}
+
+impl MemoryDevice {
+    /// Returns whether a BAR of the device is for memory.
+    pub(crate) fn has_memory_bar(&self) -> bool {
+        self.memory_bar().is_some() && !has_registers_alone(self.device.class)
     }
-    memory_device.sources = machine.sources(&memory_device);
-    Some(memory_device)
 }
 
 /// Whether the BARs of this class of devices hold registers: storage, network, bridges, communication, system

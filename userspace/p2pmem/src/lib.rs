@@ -3,12 +3,14 @@
 //! PCI peer-to-peer memory for programs: memory of accelerators and drives, allocated near the devices that use it, so
 //! that drives and NICs move data to and from it without a bounce buffer in host memory.
 //!
-//! - [`Device`] is an open `/dev/p2pmem`: it lists providers, reports paths, allocates, and explains decisions.
+//! - [`Device`] is an open `/dev/p2pmem`, or another [`Backend`] if the module is not loaded: it lists providers,
+//!   reports paths, allocates, and explains decisions.
 //! - [`Client`] is a device that does DMA, named by a PCI address, `nvme0`, or `mlx5_0`.
 //! - [`Request`] describes an allocation; [`Buffer`] is the allocation, and [`Mapping`] gives the program access to it.
 //! - [`Stripe`] is several buffers in several providers that serve one request.
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
-//! - [`DmaBuf`] is a buffer exported for other drivers, [`Registration`] a buffer registered with an RDMA NIC.
+//! - [`DmaBuf`] is a buffer exported for other drivers, or a dma-buf of another driver; [`Registration`] is a buffer or
+//!   a dma-buf registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
 //! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
 //! - `rdma` (feature `verbs`) opens NICs by name and transfers data with them.
@@ -36,6 +38,7 @@
 mod addr;
 pub mod admin;
 mod alloc;
+mod backend;
 mod buffer;
 mod device;
 mod direct;
@@ -46,9 +49,11 @@ mod export;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake;
 mod file_rules;
+mod foreign;
 mod full;
 pub mod inventory;
 mod mapping;
+mod open;
 mod origin;
 mod pci;
 #[cfg(feature = "verbs")]
@@ -56,11 +61,14 @@ pub mod rdma;
 mod register;
 mod request;
 pub mod rules;
+mod standalone;
 mod stripe;
 mod sys;
+mod topology;
 mod types;
 
 pub use addr::PciAddr;
+pub use backend::{Backend, Capability};
 pub use buffer::Buffer;
 pub use device::{Device, DEFAULT_PATH};
 pub use direct::{open_direct, DirectOptions};
@@ -71,12 +79,14 @@ pub use export::{DmaBuf, ExportOptions};
 pub use file_rules::FileRule;
 pub use full::{FullProvider, Holder};
 pub use mapping::Mapping;
+pub use open::DeviceOptions;
 pub use p2pmem_sys as abi;
 pub use pci::{devices_in, Client, PciDevice};
 pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
 pub use request::{Request, Strategy};
 pub use stripe::Stripe;
 pub use sys::verbs::{Pd, ProtectionDomain};
+pub use topology::{path_between, path_between_in};
 pub use types::{
     human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
     RegistrationMethod, Stats,

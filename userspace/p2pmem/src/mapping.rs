@@ -11,6 +11,7 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use p2pmem_access_sys::store_fence;
 
+use crate::backend::Capability;
 use crate::direct::require_direct;
 use crate::error::{Error, Operation, Result};
 use crate::export::{DmaBuf, ExportOptions};
@@ -248,11 +249,13 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
-    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
-    /// drive cannot reach the provider), or EBADF (the file is not open for reading).
+    /// [`Error::NotSupported`] with the backend vfio; [`Error::Io`] with EINVAL (offset or length are not whole
+    /// blocks), EREMOTEIO (the file's device does not accept peer-to-peer memory), EFAULT (the buffer was revoked, or
+    /// the driver does not accept device memory), EIO (the drive cannot reach the provider), or EBADF (the file is not
+    /// open for reading).
     pub fn read_from(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<usize> {
         let len = self.length_of(&range)?;
+        self.origin.device.require(Capability::DirectIo)?;
         require_direct(file)?;
         // If the file does not end at a block boundary, the last read is short, and a further read from there would
         // fail because of its offset. For anything but a regular file (size 0), an empty read marks the end.
@@ -286,12 +289,13 @@ impl Mapping {
     /// # Errors
     ///
     /// [`Error::OutOfBounds`] if the range is not inside the mapping; [`Error::NotDirect`] for a file without O_DIRECT;
-    /// [`Error::Io`] with EINVAL (offset or length are not whole blocks), EREMOTEIO (the file's device does not accept
-    /// peer-to-peer memory), EFAULT (the buffer was revoked, or the driver does not accept device memory), EIO (the
-    /// drive cannot reach the provider), or EBADF (the file is not open for writing); [`Error::ShortWrite`] if the
-    /// file's device is full.
+    /// [`Error::NotSupported`] with the backend vfio; [`Error::Io`] with EINVAL (offset or length are not whole
+    /// blocks), EREMOTEIO (the file's device does not accept peer-to-peer memory), EFAULT (the buffer was revoked, or
+    /// the driver does not accept device memory), EIO (the drive cannot reach the provider), or EBADF (the file is not
+    /// open for writing); [`Error::ShortWrite`] if the file's device is full.
     pub fn write_to(&self, file: &File, file_offset: u64, range: Range<usize>) -> Result<()> {
         let len = self.length_of(&range)?;
+        self.origin.device.require(Capability::DirectIo)?;
         require_direct(file)?;
         self.flush();
         let mut done = 0;

@@ -227,6 +227,13 @@ impl PciDevice {
 ///
 /// [`Error::Admin`] with ENOENT if `sys` has no PCI bus.
 pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
+    // A device that is removed during the call is omitted.
+    let all = addresses_in(sys)?;
+    Ok(all.into_iter().filter_map(|addr| device_at(sys, addr)).collect())
+}
+
+/// Returns the addresses of all PCI functions, in order.
+pub(crate) fn addresses_in(sys: &Path) -> Result<Vec<PciAddr>> {
     let path = sys.join("bus/pci/devices");
     let failed = |error| Error::Admin {
         action: "list".into(),
@@ -234,34 +241,27 @@ pub fn devices_in(sys: &Path) -> Result<Vec<PciDevice>> {
         error,
         status: None,
     };
-    let mut devices = Vec::new();
+    let mut all = Vec::new();
     for entry in path.read_dir().map_err(failed)? {
-        let entry = entry.map_err(failed)?;
-        let Some(addr) = entry.file_name().to_str().and_then(PciAddr::parse) else {
-            continue;
-        };
-        let folder = entry.path();
-        // A device that is removed during the call is omitted.
-        let (Some(vendor), Some(device), Some(class)) = (
-            hex_attribute(&folder, "vendor"),
-            hex_attribute(&folder, "device"),
-            hex_attribute(&folder, "class"),
-        ) else {
-            continue;
-        };
-        let numa = read_attribute(&folder.join("numa_node")).and_then(|text| text.parse().ok());
-        devices.push(PciDevice {
-            addr,
-            vendor: vendor as u16,
-            device: device as u16,
-            class,
-            driver: driver_of(&folder),
-            numa_node: numa.filter(|n| *n >= 0),
-            names: names_of(&folder),
-        });
+        all.extend(entry.map_err(failed)?.file_name().to_str().and_then(PciAddr::parse));
     }
-    devices.sort_by_key(|d| d.addr);
-    Ok(devices)
+    all.sort();
+    Ok(all)
+}
+
+/// Returns the PCI function at an address; none if it does not exist.
+pub(crate) fn device_at(sys: &Path, addr: PciAddr) -> Option<PciDevice> {
+    let folder = folder_of(sys, addr);
+    let numa = read_attribute(&folder.join("numa_node")).and_then(|text| text.parse().ok());
+    Some(PciDevice {
+        addr,
+        vendor: hex_attribute(&folder, "vendor")? as u16,
+        device: hex_attribute(&folder, "device")? as u16,
+        class: hex_attribute(&folder, "class")?,
+        driver: driver_of(&folder),
+        numa_node: numa.filter(|n| *n >= 0),
+        names: names_of(&folder),
+    })
 }
 
 /// Returns the name of the driver that the device in `folder` is bound to.

@@ -16,7 +16,7 @@ use crate::error::{errno_text, Error, Result, ENOTSUPP};
 use crate::export::{DmaBuf, ExportOptions};
 use crate::origin::Origin;
 use crate::sys::verbs::{Part, Pd, ProtectionDomain, RawMr};
-use crate::sys::Region;
+use crate::sys::{page_size, Region};
 use crate::types::{human_size, RegistrationMethod};
 
 /// Permitted access to registered memory; local reads are always permitted. The bits are those of `enum
@@ -126,6 +126,74 @@ impl RegisterOptions {
         self
     }
 
+    /// Registers a dma-buf of any driver, without a [`Device`](crate::Device). On an error, `describe` returns the text
+    /// about the memory, from the number of bytes and the NIC's name.
+    pub(crate) fn run_dmabuf(
+        &self,
+        pd: &impl ProtectionDomain,
+        dmabuf: &DmaBuf,
+        describe: impl FnOnce(u64, &str) -> String,
+    ) -> Result<Registration> {
+        let pd = pd.to_pd()?;
+        if self.method == Some(RegistrationMethod::PeerMemory) {
+            return Err(Error::Request(
+                "registration of a dma-buf by addresses: a dma-buf that is not mapped has none".into(),
+            ));
+        }
+        if self.pinned {
+            return Err(Error::Request(
+                "a pinned registration of a dma-buf: its exporter decides whether importers can be revoked".into(),
+            ));
+        }
+        let range = self.range.clone().unwrap_or(0..dmabuf.size());
+        let part = self.part(&range, dmabuf.size(), "dma-buf", range.start, page_size())?;
+        // The registration has its own descriptor, so that the program can drop the dma-buf.
+        let own = dmabuf.try_clone()?;
+        match pd.verbs().reg_dmabuf(pd.raw(), own.as_fd(), part) {
+            Ok(mr) => Ok(Registration {
+                mr: Mr { mr, pd, ended: false },
+                dmabuf: Some(own),
+                _mapping: None,
+                addr: part.iova,
+                len: part.len,
+            }),
+            Err(error) => {
+                let nic = pd.nic();
+                Err(Error::Register {
+                    what: describe(part.len as u64, &nic),
+                    nic,
+                    method: RegistrationMethod::DmaBuf,
+                    errno: error.raw_os_error().unwrap_or(libc::EIO),
+                    reason: None,
+                })
+            }
+        }
+    }
+
+    /// Checks the range and the address of a registration. `size` is the size of the memory, which messages call `of`.
+    /// `default` is the address of the first byte if the options have none.
+    fn part(&self, range: &Range<u64>, size: u64, of: &str, default: u64, page: u64) -> Result<Part> {
+        if range.start >= range.end || range.end > size {
+            return Err(Error::Request(format!(
+                "the range {range:?} is empty, or not inside the {size} bytes of the {of}"
+            )));
+        }
+        let iova = self.iova.unwrap_or(default);
+        if iova % page != range.start % page {
+            return Err(Error::Request(format!(
+                "an iova of {iova:#x} for byte {:#x}: both must have the same offset in their page",
+                range.start
+            )));
+        }
+        Ok(Part {
+            offset: range.start,
+            len: usize::try_from(range.end - range.start)
+                .map_err(|_| Error::Request(format!("{range:?} exceeds the address space of this program")))?,
+            iova,
+            access: self.access.bits(),
+        })
+    }
+
     /// Registers memory of `origin`, by its handle or by a mapping of it.
     pub(crate) fn run(
         &self,
@@ -136,22 +204,10 @@ impl RegisterOptions {
     ) -> Result<Registration> {
         let pd = pd.to_pd()?;
         let range = self.range.clone().unwrap_or(0..origin.size);
-        if range.start >= range.end || range.end > origin.size {
-            return Err(Error::Request(format!(
-                "the range {range:?} is empty, or not inside the {} bytes of the buffer",
-                origin.size
-            )));
-        }
         let info = origin.device.constant()?;
         let page = u64::from(info.page_size).max(1);
         let start = mapping.map_or(0, |region| region.as_ptr() as u64);
-        let iova = self.iova.unwrap_or(start + range.start);
-        if iova % page != range.start % page {
-            return Err(Error::Request(format!(
-                "an iova of {iova:#x} for byte {:#x}: both must have the same offset in their page",
-                range.start
-            )));
-        }
+        let part = self.part(&range, origin.size, "buffer", start.saturating_add(range.start), page)?;
         let attempt = Attempt {
             pd: &pd,
             origin,
@@ -159,13 +215,7 @@ impl RegisterOptions {
             handle,
             range: &range,
             page,
-            part: Part {
-                offset: range.start,
-                len: usize::try_from(range.end - range.start)
-                    .map_err(|_| Error::Request(format!("{range:?} exceeds the address space of this program")))?,
-                iova,
-                access: self.access.bits(),
-            },
+            part,
         };
         let peer_memory = mapping.is_some() && info.peer_memory();
         match self.method {

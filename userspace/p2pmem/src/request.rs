@@ -41,7 +41,7 @@ pub enum Strategy {
 #[must_use]
 pub struct Request {
     size: u64,
-    align: u64,
+    pub(crate) align: u64,
     clients: Vec<Client>,
     pub(crate) strategy: Strategy,
     provider: Option<u32>,

@@ -12,13 +12,16 @@ mod guard;
 pub(crate) mod post;
 pub(crate) mod user;
 pub(crate) mod verbs;
+pub(crate) mod vfio;
 
+use std::any::Any;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use p2pmem_access_sys as access;
@@ -29,10 +32,18 @@ use rustix::io::Errno;
 use rustix::ioctl::{ioctl, Updater};
 use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
-/// Calls to the kernel module: one method for each ioctl, with slices in place of the ABI's pointers.
+use crate::addr::PciAddr;
+use crate::backend::Backend;
+
+/// Calls to a backend: one method for each ioctl of the kernel module, with slices in place of the ABI's pointers.
 ///
-/// Errors are the kernel's errnos: `io::Error::raw_os_error()`.
+/// Errors are the kernel's errnos (`io::Error::raw_os_error()`). Backends without the module also return errors of this
+/// crate (`io::Error::downcast()`).
 pub(crate) trait Kernel: Send + Sync {
+    /// Returns the backend that serves the calls.
+    fn backend(&self) -> Backend {
+        Backend::Module
+    }
     fn info(&self) -> io::Result<abi::p2pmem_info>;
     /// Fills `out` and returns the number of providers, which can be larger than `out`.
     fn list(&self, out: &mut [abi::p2pmem_provider]) -> io::Result<usize>;
@@ -52,9 +63,10 @@ pub(crate) trait Kernel: Send + Sync {
     ) -> io::Result<abi::p2pmem_explain>;
     fn stats(&self, provider: u32) -> io::Result<abi::p2pmem_stats>;
     fn set_rules(&self, rules: &[abi::p2pmem_rule]) -> io::Result<()>;
-    fn map(&self, offset: u64, len: usize) -> io::Result<Region>;
+    /// Maps the whole buffer `handle`: `len` bytes, from `offset` in the device's file if the backend has a file.
+    fn map(&self, handle: u32, offset: u64, len: usize) -> io::Result<Arc<Region>>;
     /// Creates a dma-buf of `ranges` of the buffer `handle`, or of addresses if `flags` has `P2PMEM_EXPORT_MAPPED`.
-    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd>;
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<Exported>;
     /// Creates a handle from a dma-buf of a whole buffer.
     fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import>;
     /// Allocates a stripe: fills `parts` and returns their number.
@@ -73,6 +85,28 @@ pub(crate) trait Kernel: Send + Sync {
     fn fd(&self) -> BorrowedFd<'_>;
     /// Returns the descriptor that is readable while there are events.
     fn event_fd(&self) -> BorrowedFd<'_>;
+}
+
+/// An object that keeps memory allocated, for a backend whose memory the kernel does not keep.
+pub(crate) type Hold = Arc<dyn Any + Send + Sync>;
+
+/// A new dma-buf.
+pub(crate) struct Exported {
+    pub(crate) fd: OwnedFd,
+    /// Keeps the memory allocated.
+    pub(crate) hold: Option<Hold>,
+    /// The PCI function that has the memory, if the backend knows it.
+    pub(crate) function: Option<PciAddr>,
+}
+
+impl From<OwnedFd> for Exported {
+    fn from(fd: OwnedFd) -> Self {
+        Self {
+            fd,
+            hold: None,
+            function: None,
+        }
+    }
 }
 
 /// Waits until a descriptor is readable. Returns false after `timeout`; `None` waits without a limit. Fails with ENODEV
@@ -305,11 +339,11 @@ impl Kernel for CharDevice {
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_RULES }, _>(&mut argument) }
     }
 
-    fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
-        Region::map(&self.0, offset, len)
+    fn map(&self, _handle: u32, offset: u64, len: usize) -> io::Result<Arc<Region>> {
+        Region::map(&self.0, offset, len).map(Arc::new)
     }
 
-    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd> {
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<Exported> {
         let mut export = abi::p2pmem_export {
             ranges: address(ranges),
             nr_ranges: count(ranges.len()),
@@ -323,7 +357,7 @@ impl Kernel for CharDevice {
         // ranges and accesses no memory there.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_EXPORT_DMABUF }, _>(&mut export) }?;
         // SAFETY: the ioctl succeeded, so the descriptor is new and has no other owner.
-        Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
+        Ok(unsafe { OwnedFd::from_raw_fd(export.fd) }.into())
     }
 
     fn import(&self, fd: BorrowedFd<'_>) -> io::Result<abi::p2pmem_import> {
@@ -397,6 +431,8 @@ impl Kernel for CharDevice {
 pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
+    /// Dropped after the memory is unmapped.
+    _hold: Option<Hold>,
 }
 
 // SAFETY: the mapping belongs to the process, not to a thread.
@@ -425,7 +461,17 @@ impl Region {
         }?;
         let start = NonNull::new(start.cast()).ok_or_else(|| io::Error::other("mmap() mapped address zero"))?;
         // INVARIANT: the mapping is new and has no other owner.
-        Ok(Self { start, len })
+        Ok(Self {
+            start,
+            len,
+            _hold: None,
+        })
+    }
+
+    /// Keeps an object until the region is unmapped.
+    pub(crate) fn holding(mut self, hold: Hold) -> Self {
+        self._hold = Some(hold);
+        self
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -518,10 +564,30 @@ impl Drop for Region {
     }
 }
 
+/// Fails unless the program may read and write a file.
+pub(crate) fn may_use(path: &Path) -> io::Result<()> {
+    use rustix::fs::{accessat, Access, AtFlags, CWD};
+    Ok(accessat(
+        CWD,
+        path,
+        Access::READ_OK | Access::WRITE_OK,
+        AtFlags::EACCESS,
+    )?)
+}
+
+/// Returns the size of a page in bytes.
+pub(crate) fn page_size() -> u64 {
+    rustix::param::page_size() as u64
+}
+
 /// Returns whether a file is open with O_DIRECT.
 pub(crate) fn is_direct(file: &File) -> io::Result<bool> {
     Ok(rustix::fs::fcntl_getfl(file)?.contains(OFlags::DIRECT))
 }
+
+/// Name of the files that stand for dma-bufs in tests.
+#[cfg(any(test, feature = "fake"))]
+pub(crate) const FAKE_DMABUF: &std::ffi::CStr = c"p2pmem-fake-dmabuf";
 
 /// Creates a zeroed file of `len` bytes in memory (memfd).
 #[cfg(any(test, feature = "fake"))]
@@ -551,7 +617,7 @@ mod tests {
         let device = CharDevice::open(Path::new("/dev/null")).unwrap();
         assert_eq!(device.info().unwrap_err().raw_os_error(), Some(libc::ENOTTY));
         assert_eq!(
-            device.map(0, 4096).err().and_then(|e| e.raw_os_error()),
+            device.map(0, 0, 4096).err().and_then(|e| e.raw_os_error()),
             Some(libc::ENODEV)
         );
     }

@@ -125,6 +125,8 @@ pub enum ProviderKind {
     Adopted,
     /// Memory that the device's own driver registered with p2pmem.
     Registered,
+    /// A BAR of a device bound to vfio-pci: [`Backend::Vfio`](crate::Backend::Vfio).
+    Vfio,
     /// A kind that this version of the library does not know.
     Unknown,
 }
@@ -135,10 +137,14 @@ impl fmt::Display for ProviderKind {
             Self::Own => "own",
             Self::Adopted => "adopted",
             Self::Registered => "registered",
+            Self::Vfio => "vfio",
             Self::Unknown => "?",
         })
     }
 }
+
+/// The number of [`ProviderKind::Vfio`] inside this crate. The ABI has no number for this kind.
+pub(crate) const KIND_VFIO: u32 = u32::MAX;
 
 /// The state of a provider.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
@@ -231,6 +237,7 @@ impl From<&abi::p2pmem_provider> for Provider {
                 abi::P2PMEM_KIND_OWN => ProviderKind::Own,
                 abi::P2PMEM_KIND_ADOPTED => ProviderKind::Adopted,
                 abi::P2PMEM_KIND_REGISTERED => ProviderKind::Registered,
+                KIND_VFIO => ProviderKind::Vfio,
                 _ => ProviderKind::Unknown,
             },
             addr: raw.addr.into(),

@@ -75,7 +75,9 @@ pub enum Command {
     Events(EventsArgs),
     /// List devices with usable memory, the sources of this memory, and devices that can use it.
     ///
-    /// Works without the module and without privileges.
+    /// Works without the module and without privileges. The column MISSING lists the capabilities that a source does
+    /// not have: mapping, direct-io, dma-buf (registration with NICs), rules, quotas, revoke, placement (strategies,
+    /// stripes), sharing, clearing.
     Scan(ScanArgs),
     /// Check all preconditions of peer-to-peer memory on this machine.
     Doctor,

@@ -3,7 +3,7 @@
 //! `scan`: devices with memory, the sources of that memory, and devices that can use it.
 
 use p2pmem::human_size;
-use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, MemoryDevice};
+use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, MemoryDevice, Source};
 
 use crate::cli::ScanArgs;
 use crate::table::{dash, number, render, text};
@@ -56,6 +56,7 @@ fn render_memory_devices(memory_devices: &[MemoryDevice], all: bool) -> String {
         number("RESIZABLE"),
         text("SOURCE"),
         text("USABLE"),
+        text("MISSING"),
         text("DETAIL"),
     ];
     let mut rows = Vec::new();
@@ -70,12 +71,19 @@ fn render_memory_devices(memory_devices: &[MemoryDevice], all: bool) -> String {
             row.extend([
                 source.backend.to_string(),
                 source.availability.to_string(),
+                missing(source),
                 source.detail.clone(),
             ]);
             rows.push(row);
         }
     }
     render(&columns, &rows)
+}
+
+/// Returns the capabilities that the source misses, as one token.
+fn missing(source: &Source) -> String {
+    let names: Vec<_> = source.missing.iter().map(ToString::to_string).collect();
+    dash(Some(names.join(",")).filter(|names| !names.is_empty()))
 }
 
 /// Returns the cells that describe the device.

@@ -384,7 +384,22 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
         (code, &json["module"], json["memory_devices"].as_array().unwrap().len()),
         (0, &Value::Null, 1)
     );
-    assert_eq!(json["memory_devices"][0]["sources"][1]["availability"], "ready");
+    let sources = &json["memory_devices"][0]["sources"];
+    assert_eq!(sources[1]["availability"], "ready");
+    // The capabilities that each source misses are a list in the JSON output, and a column.
+    assert_eq!(sources[0]["missing"], serde_json::json!([]));
+    let missing = "dma-buf,rules,quotas,revoke,placement,sharing,clearing";
+    let by_sysfs = out.lines().find(|line| line.contains("  sysfs ")).unwrap();
+    assert!(by_sysfs.split_whitespace().any(|cell| cell == missing), "{out}");
+    let of_json: Vec<_> = sources[1]["missing"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|m| m.as_str().unwrap())
+        .collect();
+    assert_eq!(of_json.join(","), missing);
+    let by_vfio = out.lines().find(|line| line.contains("  vfio ")).unwrap();
+    assert!(by_vfio.contains(" direct-io,rules,quotas,"), "{out}");
 }
 
 #[test]

@@ -23,6 +23,8 @@ use crate::in_time;
 use crate::limits::scaled;
 use crate::sys::{self, Memory};
 
+pub mod backends;
+mod backends_vfio;
 mod bad;
 mod boundary;
 mod bridges;
@@ -200,6 +202,9 @@ pub fn run(name: &str) -> Result<()> {
 ///
 /// The part fails.
 pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
+    if name == backends::PART {
+        return backends::part(arguments);
+    }
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
     }

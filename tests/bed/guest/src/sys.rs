@@ -518,6 +518,64 @@ pub fn host_dma_buf(len: u64) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(answer) })
 }
 
+/// `_IO(VFIO_TYPE, VFIO_BASE + 8)`
+const VFIO_DEVICE_GET_REGION_INFO: u64 = 0x3b6c;
+/// `_IO(VFIO_TYPE, VFIO_BASE + 11)`
+const VFIO_DEVICE_RESET: u64 = 0x3b6f;
+/// `VFIO_PCI_CONFIG_REGION_INDEX`
+const VFIO_CONFIG_REGION: u32 = 7;
+
+/// Returns the offset of the configuration space in the VFIO file of a function.
+///
+/// # Errors
+///
+/// The errno.
+pub fn vfio_config(function: BorrowedFd<'_>) -> Result<u64, i32> {
+    /// `struct vfio_region_info`
+    #[repr(C)]
+    #[derive(Default)]
+    struct RegionInfo {
+        argsz: u32,
+        flags: u32,
+        index: u32,
+        cap_offset: u32,
+        size: u64,
+        offset: u64,
+    }
+    let mut info = RegionInfo {
+        argsz: size_of::<RegionInfo>() as u32,
+        index: VFIO_CONFIG_REGION,
+        ..Default::default()
+    };
+    let at = ptr::from_mut(&mut info);
+    // SAFETY: the kernel reads and writes a structure of `argsz` bytes.
+    result(unsafe { libc::ioctl(function.as_raw_fd(), VFIO_DEVICE_GET_REGION_INFO, at) }.into())?;
+    Ok(info.offset)
+}
+
+/// Resets a function that is open by VFIO.
+///
+/// # Errors
+///
+/// The errno.
+pub fn vfio_reset(function: BorrowedFd<'_>) -> Answer {
+    // SAFETY: the call has no argument. Mappings of the function's BARs fault until the reset is done.
+    result(unsafe { libc::ioctl(function.as_raw_fd(), VFIO_DEVICE_RESET) }.into())
+}
+
+/// Duplicates a descriptor by its number.
+///
+/// # Errors
+///
+/// The errno.
+pub fn duplicate(fd: i32) -> Result<OwnedFd, i32> {
+    // SAFETY: the arguments are numbers.
+    let answer = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    result(answer.into())?;
+    // SAFETY: the call succeeded, so the descriptor is new and has no other owner.
+    Ok(unsafe { OwnedFd::from_raw_fd(answer) })
+}
+
 /// Runs `work` in a thread with another user's ids. The raw calls change the ids of the calling thread only.
 ///
 /// # Errors

@@ -113,3 +113,28 @@ fn errno_524_of_an_rdma_driver_is_explained() {
     assert_eq!(error.kind(), ErrorKind::Unsupported);
     assert!(error.remedy().unwrap().contains("dma-bufs"), "{error}");
 }
+
+#[test]
+fn remedy_of_open_error_depends_on_file() {
+    for (path, errno, part) in [
+        ("/dev/p2pmem", libc::EACCES, "join the group"),
+        ("/dev/vfio/7", libc::EBUSY, "virtual machine"),
+        ("/dev/iommu", libc::EACCES, "device node"),
+        (
+            "/sys/bus/pci/devices/0000:03:00.0/p2pmem/allocate",
+            libc::EACCES,
+            "access to the file",
+        ),
+        (
+            "/sys/bus/pci/devices/0000:03:00.0/p2pmem/allocate",
+            libc::ENOENT,
+            "bind the driver",
+        ),
+    ] {
+        let error = Error::Open {
+            path: path.into(),
+            error: io::Error::from_raw_os_error(errno),
+        };
+        assert!(error.remedy().unwrap().contains(part), "{error}: {:?}", error.remedy());
+    }
+}

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use p2pmem_sys as abi;
 
-use crate::sys::{memory_file, wait_readable, Kernel, Region};
+use crate::backend::Backend;
+use crate::sys::{memory_file, wait_readable, Exported, Kernel, Region, FAKE_DMABUF};
 use crate::types::PathClass;
 
 use super::machine::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
@@ -21,6 +22,7 @@ pub(super) struct FakeDevice {
     pub(super) machine: Arc<Machine>,
     pub(super) file: Arc<Mutex<OpenFile>>,
     pub(super) wakeup: Arc<OwnedFd>,
+    pub(super) backend: Backend,
 }
 
 impl FakeDevice {
@@ -55,6 +57,10 @@ impl Drop for FakeDevice {
 }
 
 impl Kernel for FakeDevice {
+    fn backend(&self) -> Backend {
+        self.backend
+    }
+
     fn info(&self) -> io::Result<abi::p2pmem_info> {
         let state = self.enter()?;
         let all: Vec<_> = state.providers.values().map(Provider::snapshot).collect();
@@ -275,17 +281,17 @@ impl Kernel for FakeDevice {
         Ok(())
     }
 
-    fn map(&self, offset: u64, len: usize) -> io::Result<Region> {
+    fn map(&self, _handle: u32, offset: u64, len: usize) -> io::Result<Arc<Region>> {
         let mut state = self.enter()?;
         let id = (offset / SPACING) as u32;
         let provider = state.providers.get_mut(&id).ok_or_else(|| errno(libc::ENODEV))?;
         provider.stats.maps += 1;
         let region = Region::map(&self.machine.memory, offset, len)?;
         state.maps.push((region.as_ptr() as u64, len as u64, offset));
-        Ok(region)
+        Ok(Arc::new(region))
     }
 
-    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<OwnedFd> {
+    fn export(&self, handle: u32, ranges: &[abi::p2pmem_range], flags: u32) -> io::Result<Exported> {
         let mut state = self.enter()?;
         let ranges = state
             .offsets(ranges, flags & abi::P2PMEM_EXPORT_MAPPED != 0)
@@ -332,10 +338,10 @@ impl Kernel for FakeDevice {
             return Err(self.refuse(libc::EOPNOTSUPP, "the BAR of this memory is not known".into()));
         }
         provider.stats.exports += 1;
-        let made = memory_file(c"p2pmem-fake-dmabuf", ranges.iter().map(|r| r.1).sum())?;
+        let made = memory_file(FAKE_DMABUF, ranges.iter().map(|r| r.1).sum())?;
         let (at, whole) = (made.metadata()?, ranges == [(start, buffer.size)]);
         state.dmabufs.insert((at.dev(), at.ino()), (buffer, whole));
-        Ok(OwnedFd::from(made))
+        Ok(OwnedFd::from(made).into())
     }
 
     fn holders(&self) -> io::Result<String> {

@@ -4,8 +4,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::types::{Availability, Backend, MemoryDevice, Source};
+use super::types::{Availability, MemoryDevice, Source};
 use crate::addr::PciAddr;
+use crate::backend::Backend;
 use crate::pci::{folder_of, PciDevice};
 
 /// The first two numbers of a kernel release.
@@ -52,9 +53,10 @@ impl Machine<'_> {
 
     /// All sources of a device's memory, one for each backend.
     pub(super) fn sources(&self, memory_device: &MemoryDevice) -> Vec<Source> {
-        let source = |backend, (availability, detail)| Source {
+        let source = |backend: Backend, (availability, detail)| Source {
             backend,
             availability,
+            missing: backend.missing().collect(),
             detail,
         };
         vec![
@@ -129,23 +131,37 @@ impl Machine<'_> {
         )
     }
 
-    fn by_vfio(&self, memory_device: &MemoryDevice) -> (Availability, String) {
-        use Availability::{Possible, Ready, Unavailable};
-        let folder = self.folder(&memory_device.device);
+    /// Returns what a device needs until a program can use it by vfio-pci.
+    pub(super) fn vfio_state(&self, memory_device: &MemoryDevice) -> VfioState {
         if self.release < VFIO_DMABUF {
-            let (major, minor) = VFIO_DMABUF;
-            return (Unavailable, format!("the kernel is older than {major}.{minor}"));
+            return VfioState::OldKernel;
         }
         if memory_device.bars.is_empty() {
-            return (Unavailable, "it has no memory BAR".into());
+            return VfioState::NoBar;
         }
-        let Ok(group) = std::fs::read_link(folder.join("iommu_group")) else {
-            return (Unavailable, "vfio-pci needs an active IOMMU".into());
+        let Ok(group) = std::fs::read_link(self.folder(&memory_device.device).join("iommu_group")) else {
+            return VfioState::NoIommu;
         };
-        let group = group.file_name().unwrap_or_default().to_string_lossy().into_owned();
         match memory_device.device.driver.as_deref() {
-            Some("vfio-pci") => (Ready, format!("dma-bufs of its BARs by /dev/vfio/{group}")),
-            driver => {
+            Some("vfio-pci") => VfioState::Bound {
+                group: group.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            },
+            _ => VfioState::Unbound,
+        }
+    }
+
+    fn by_vfio(&self, memory_device: &MemoryDevice) -> (Availability, String) {
+        use Availability::{Possible, Ready, Unavailable};
+        match self.vfio_state(memory_device) {
+            VfioState::OldKernel => {
+                let (major, minor) = VFIO_DMABUF;
+                (Unavailable, format!("the kernel is older than {major}.{minor}"))
+            }
+            VfioState::NoBar => (Unavailable, "it has no memory BAR".into()),
+            VfioState::NoIommu => (Unavailable, "vfio-pci needs an active IOMMU".into()),
+            VfioState::Bound { group } => (Ready, format!("dma-bufs of its BARs by /dev/vfio/{group}")),
+            VfioState::Unbound => {
+                let driver = memory_device.device.driver.as_deref();
                 let unbind = driver.map_or_else(String::new, |driver| {
                     format!(", which takes it from the driver {driver}")
                 });
@@ -153,6 +169,24 @@ impl Machine<'_> {
             }
         }
     }
+}
+
+/// What a device needs until a program can use it by vfio-pci.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum VfioState {
+    /// A newer kernel: vfio-pci of this kernel exports no dma-bufs.
+    OldKernel,
+    /// A memory BAR, which this device does not have.
+    NoBar,
+    /// An IOMMU: the device is in no IOMMU group.
+    NoIommu,
+    /// The driver vfio-pci: the device has another driver, or none.
+    Unbound,
+    /// Nothing: the device is bound to vfio-pci.
+    Bound {
+        /// The number of the IOMMU group.
+        group: String,
+    },
 }
 
 fn by_driver(memory_device: &MemoryDevice) -> (Availability, String) {

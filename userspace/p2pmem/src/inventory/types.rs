@@ -4,6 +4,7 @@
 
 use std::fmt;
 
+use crate::backend::{Backend, Capability};
 use crate::pci::PciDevice;
 
 /// A base address register (BAR) that maps memory.
@@ -104,32 +105,6 @@ impl DmaBufSupport {
     }
 }
 
-/// An interface that hands out a device's memory, in the order in which the library prefers them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
-#[serde(rename_all = "kebab-case")]
-#[non_exhaustive]
-pub enum Backend {
-    /// This project's module, by `/dev/p2pmem`.
-    Module,
-    /// The kernel's sysfs file `p2pmem/allocate`: `mmap()` of memory that the device's driver published.
-    Sysfs,
-    /// The dma-buf export of vfio-pci.
-    Vfio,
-    /// The interfaces of the driver that owns the memory, such as a GPU's.
-    Driver,
-}
-
-impl fmt::Display for Backend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            Self::Module => "module",
-            Self::Sysfs => "sysfs",
-            Self::Vfio => "vfio",
-            Self::Driver => "driver",
-        })
-    }
-}
-
 /// Whether a source can be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -161,6 +136,8 @@ pub struct Source {
     pub backend: Backend,
     /// Whether the source can be used.
     pub availability: Availability,
+    /// The capabilities that the interface does not have.
+    pub missing: Vec<Capability>,
     /// How to use the source, what it needs, or why it cannot be used.
     pub detail: String,
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs one test of the module in a guest: `p2pmem-guest-tests list | run NAME`. The harness on the host starts this program.
+//! Runs one test in a guest. `p2pmem-guest-tests run NAME` runs a test of the module, `without-module NAME` a test of
+//! the library without the module, and `list` lists the tests of the module. The harness on the host starts this
+//! program.
 
 use std::process::ExitCode;
 
@@ -18,9 +20,10 @@ fn main() -> ExitCode {
             return ExitCode::SUCCESS;
         }
         ["run", name] => cases::run(name),
+        ["without-module", name] => cases::backends::run(name),
         ["part", name, ..] => cases::run_part(name, &arguments[2..]),
         _ => {
-            eprintln!("usage: p2pmem-guest-tests list | run NAME");
+            eprintln!("usage: p2pmem-guest-tests list | run NAME | without-module NAME");
             return ExitCode::from(2);
         }
     };

@@ -151,6 +151,11 @@ impl Part {
         succeeded(self.0.wait()?)
     }
 
+    /// Waits for the end of the process, and returns its status.
+    pub(super) fn end(mut self) -> Result<ExitStatus> {
+        Ok(self.0.wait()?)
+    }
+
     pub(super) fn kill(mut self) -> Result<()> {
         self.0.kill()?;
         self.0.wait()?;

@@ -84,7 +84,7 @@ fn filled(fd: BorrowedFd<'_>) -> Result<(abi::p2pmem_alloc, OwnedFd, Mapping)> {
 }
 
 /// Sends a descriptor.
-fn send(stream: &UnixStream, fd: BorrowedFd<'_>) -> Result<()> {
+pub(super) fn send(stream: &UnixStream, fd: BorrowedFd<'_>) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fds = [fd];
@@ -94,7 +94,7 @@ fn send(stream: &UnixStream, fd: BorrowedFd<'_>) -> Result<()> {
 }
 
 /// Receives a descriptor.
-fn receive(stream: &UnixStream) -> Result<OwnedFd> {
+pub(super) fn receive(stream: &UnixStream) -> Result<OwnedFd> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut byte = [0];

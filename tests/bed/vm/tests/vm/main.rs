@@ -29,6 +29,7 @@ use bed::{Attempt, Bed, Log};
 use lanes::Lanes;
 
 mod admin;
+mod backends;
 mod bed;
 mod clients;
 mod debug;
@@ -78,6 +79,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (
         iommu::TESTS,
         Kernels::Stock("the module makes the same calls without an IOMMU, and machines with one are slow"),
+    ),
+    (
+        backends::TESTS,
+        Kernels::Stock("the test checks the library with interfaces of the kernel, not the module"),
     ),
     (unplug::TESTS, Kernels::Both),
     (
