@@ -102,7 +102,7 @@ wheel: sandbox ## build the optimized wheel of the Python package into build/pyt
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
 	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
 
-lint: sandbox ## check formats, clippy, shell, prose, layers, unsafe, the tree, dependencies (CHECKS="unsafe tree ..." for some)
+lint: sandbox ## check formats, clippy, shell, prose, layers, unsafe, the tree, alerts, dependencies (CHECKS="unsafe tree ..." for some)
 	@$(in) tools/lint $(CHECKS)
 
 format: sandbox ## format all Rust sources

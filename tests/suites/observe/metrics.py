@@ -7,7 +7,6 @@
 Unloads the module at the end.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -16,21 +15,18 @@ import urllib.request
 
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
+from exporter import Ctl, key
 from late import LIMIT
 
 FOLDER, PROVIDER = sys.argv[1:]
 SIZE = 3 << 20
-
-
-def ctl(*words, code=0):
-    """Runs p2pmemctl and returns its output. Fails if the exit code is not `code`."""
-    done = subprocess.run([f"{FOLDER}/p2pmemctl", *words], stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, timeout=LIMIT, check=False)
-    assert done.returncode == code, f"p2pmemctl {words}: {done}"
-    return done.stdout
+ctl = Ctl(FOLDER)
+# Samples whose labels describe something; their value is 1.
+DESCRIPTIONS = {"p2pmem_module", "p2pmem_provider"}
 
 
 def scrape(url):
-    """Returns all samples by name and provider address; the address is None for samples of the module."""
+    """Returns all samples as `Ctl.samples()` does."""
     with urllib.request.urlopen(url, timeout=LIMIT) as answer:
         assert answer.headers["Content-Type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8", answer.headers
         text = answer.read().decode()
@@ -38,56 +34,22 @@ def scrape(url):
     for family in text_string_to_metric_families(text):
         assert family.documentation, f"{family.name} has no help text"
         for sample in family.samples:
-            key = (sample.name, sample.labels.get("function"))
-            assert key not in samples, f"the sample {key} occurs twice"
-            samples[key] = sample.value
+            if sample.name in DESCRIPTIONS:
+                assert sample.value == 1, sample
+                continue
+            name = key(sample.name, sample.labels)
+            assert name not in samples, f"the sample {name} occurs twice"
+            samples[name] = sample.value
     return samples
 
 
-# Metric names of the counters in `p2pmemctl stats` and of the numbers in `p2pmemctl list`.
-COUNTERS = {
-    "allocs": "allocs_total",
-    "frees": "frees_total",
-    "failed": "refused_total",
-    "alloc_bytes": "allocated_bytes_total",
-    "free_bytes": "freed_bytes_total",
-    "maps": "maps_total",
-    "scrubbed_bytes": "scrubbed_bytes_total",
-    "pinned": "pinned_buffers_total",
-    "revoked": "revoked_total",
-    "exports": "exports_total",
-    "attaches": "attaches_total",
-    "attach_failed": "attaches_refused_total",
-}
-NUMBERS = {
-    "size": "size_bytes",
-    "free": "free_bytes",
-    "largest": "largest_bytes",
-    "kernel_reserve": "kernel_reserve_bytes",
-    "pinned": "pinned_bytes",
-    "scrubbing": "scrubbing_bytes",
-    "buffers": "buffers",
-    "exports": "dma_bufs",
-}
-
-
 def check_samples(samples):
-    """Fails unless the metrics have the values of `stats --json` and `list --json`. Returns the counters of the module."""
-    stats = json.loads(ctl("stats", "--json"))
-    providers = json.loads(ctl("list", "--json"))["providers"]
-    functions = {provider["id"]: provider["addr"] for provider in providers}
-    for row in stats:
-        function = functions.get(row["provider"])
-        prefix = "p2pmem_provider_" if function else "p2pmem_"
-        assert set(row) == {"provider", "addr", *COUNTERS}, row
-        assert row["addr"] == function, row
-        for counter, name in COUNTERS.items():
-            assert samples[prefix + name, function] == row[counter], (counter, row, samples)
-    for provider in providers:
-        for number, name in NUMBERS.items():
-            assert samples[f"p2pmem_provider_{name}", provider["addr"]] == provider[number], (number, provider, samples)
-    assert samples["p2pmem_providers", None] == len(providers)
-    return next(row for row in stats if row["provider"] is None)
+    """Fails unless the metrics have the values that p2pmemctl reports. Returns the counters of the module."""
+    expected = ctl.samples()
+    assert samples == expected, {name: (samples.get(name), expected.get(name)) for name in samples.keys() ^ expected.keys()} or {
+        name: (value, expected[name]) for name, value in samples.items() if value != expected[name]
+    }
+    return ctl.totals()
 
 
 exporter = subprocess.Popen([f"{FOLDER}/p2pmem-exporter", "--listen", "127.0.0.1:0"], stdout=subprocess.PIPE, text=True)
@@ -95,13 +57,7 @@ url = exporter.stdout.readline().split()[-1]
 assert url.startswith("http://127.0.0.1:"), url
 
 before = check_samples(scrape(url))
-holder = subprocess.Popen(
-    [f"{FOLDER}/p2pmemctl", "--json", "alloc", str(SIZE), "--provider", PROVIDER, "--hold"],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-)
-# p2pmemctl prints a line once the buffer exists.
-holder.stdout.readline()
+holder = ctl.hold(SIZE, PROVIDER)
 for _ in range(3):
     ctl("alloc", "1T", code=1)
 samples = scrape(url)
@@ -120,7 +76,7 @@ for path, code in (("/other", 404), ("/metrics", 405)):
         assert error.code == code, error
 
 # After the removal of the provider, only the counters of the module include its events.
-ctl("unpublish", PROVIDER)
+ctl("unpublish", "--device", PROVIDER)
 samples = scrape(url)
 now = check_samples(samples)
 assert now["revoked"] == before["revoked"] + 1, now

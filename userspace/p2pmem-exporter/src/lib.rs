@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use clap::Parser;
+use p2pmem::rules::Rules;
 use p2pmem::Device;
 use tiny_http::{Header, Method, Request, Response, Server};
 
@@ -29,8 +30,9 @@ struct Cli {
     listen: String,
 
     /// Device file of p2pmem.
-    #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
-    device: PathBuf,
+    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH)]
+    dev_path: PathBuf,
 
     /// Print the metrics once, and exit.
     #[arg(long)]
@@ -55,7 +57,7 @@ pub fn main() -> ExitCode {
 
 fn run(cli: &Cli) -> anyhow::Result<()> {
     if cli.once {
-        let (text, error) = render(|| Device::open_path(&cli.device))?;
+        let (text, error) = render(|| Device::open_path(&cli.dev_path), &Rules::new())?;
         print!("{text}");
         return error.map_or(Ok(()), |error| Err(error.into()));
     }
@@ -64,7 +66,7 @@ fn run(cli: &Cli) -> anyhow::Result<()> {
     println!("serving http://{}/metrics", server.server_addr());
     let ended = server.clone();
     ctrlc::set_handler(move || ended.unblock()).context("cannot catch signals")?;
-    serve(&server, &cli.device);
+    serve(&server, &cli.dev_path);
     Ok(())
 }
 
@@ -91,7 +93,7 @@ fn answer(request: Request, device: &Path) -> Option<p2pmem::Error> {
     let reads = matches!(request.method(), Method::Get | Method::Head);
     let (code, text, error) = match (reads, path) {
         (false, _) => (405, "only GET is supported\n".to_owned(), None),
-        (true, "/metrics") => match render(|| Device::open_path(device)) {
+        (true, "/metrics") => match render(|| Device::open_path(device), &Rules::new()) {
             Ok((text, error)) => (200, text, error),
             Err(_) => (500, "the metrics cannot be encoded\n".to_owned(), None),
         },

@@ -4,7 +4,8 @@
 //!
 //! The exporter counts nothing: each scrape reads the module's counters, which start at 0 when the module is loaded.
 
-use p2pmem::{Device, Info, Provider, Stats};
+use p2pmem::rules::{RuleState, Rules, Usage};
+use p2pmem::{Device, Info, Provider, ProviderState, Stats};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
 use prometheus_client::metrics::counter::ConstCounter;
@@ -65,6 +66,43 @@ const GAUGES: &[Gauge] = &[
     ),
     Gauge("buffers", "Live buffers", None, |p| p.buffers.into()),
     Gauge("dma_bufs", "Open dma-bufs", None, |p| p.exports.into()),
+    Gauge("revoking", "Whether the provider is being removed", None, |p| {
+        (p.state == ProviderState::Revoking).into()
+    }),
+];
+
+/// A metric with one value per rule that has this value: name, help text, and value.
+struct RuleGauge(&'static str, &'static str, fn(&RuleState) -> Option<u64>);
+
+const RULE_GAUGES: &[RuleGauge] = &[
+    RuleGauge("quota", "Bytes that each user may hold", |state| state.rule.quota),
+    RuleGauge(
+        "largest_user",
+        "Bytes of the user who holds most under the quota",
+        |state| {
+            state.rule.quota?;
+            let users = state.usage.iter().filter_map(|usage| match usage {
+                Usage::User { bytes, .. } => Some(*bytes),
+                _ => None,
+            });
+            Some(users.max().unwrap_or(0))
+        },
+    ),
+    RuleGauge("group_quota", "Bytes that the users may hold together", |state| {
+        state.rule.group_quota
+    }),
+    RuleGauge(
+        "group",
+        "Bytes that the users hold together under the group quota",
+        |state| {
+            state.rule.group_quota?;
+            let group = state.usage.iter().find_map(|usage| match usage {
+                Usage::Group { bytes } => Some(*bytes),
+                _ => None,
+            });
+            Some(group.unwrap_or(0))
+        },
+    ),
 ];
 
 /// A counter per provider, and its sum: name, help text, unit, and value.
@@ -101,6 +139,12 @@ const COUNTERS: &[Counter] = &[
 struct ProviderLabels {
     provider: u32,
     function: String,
+}
+
+/// Label of a value of a rule.
+#[derive(Clone, Debug, EncodeLabelSet)]
+struct RuleLabels {
+    rule: String,
 }
 
 /// Labels that describe a provider.
@@ -188,6 +232,30 @@ impl Collector for Snapshot {
     }
 }
 
+/// The rules in force during a scrape.
+#[derive(Debug)]
+struct RulesInForce(Vec<RuleState>);
+
+impl Collector for RulesInForce {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Encoded {
+        let count = u64::try_from(self.0.len()).unwrap_or(u64::MAX);
+        gauge(&mut encoder, "rules", "Number of rules in force", None, count)?;
+        for RuleGauge(name, help, value) in RULE_GAUGES {
+            let name = format!("rule_{name}");
+            let kind = ConstGauge::new(0_u64).metric_type();
+            let mut family = encoder.encode_descriptor(&name, help, Some(&Unit::Bytes), kind)?;
+            for state in &self.0 {
+                let Some(value) = value(state) else { continue };
+                let labels = RuleLabels {
+                    rule: state.rule.name.clone(),
+                };
+                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
 /// The metric that shows whether the module is available. Always present.
 #[derive(Debug)]
 struct Up(bool);
@@ -204,13 +272,15 @@ impl Collector for Up {
     }
 }
 
-/// Returns all metrics as OpenMetrics text, and the error if the module is not available.
+/// Returns all metrics as OpenMetrics text, and the error if the module is not available. The metrics of rules are absent
+/// if the rules cannot be read.
 ///
 /// # Errors
 ///
 /// The metrics cannot be encoded.
 pub fn render(
     open: impl FnOnce() -> p2pmem::Result<Device>,
+    rules: &Rules,
 ) -> Result<(String, Option<p2pmem::Error>), std::fmt::Error> {
     let mut registry = Registry::with_prefix("p2pmem");
     let taken = open().and_then(|device| Snapshot::take(&device));
@@ -218,6 +288,10 @@ pub fn render(
     let error = match taken {
         Ok(snapshot) => {
             registry.register_collector(Box::new(snapshot));
+            if let Ok(mut all) = rules.list() {
+                all.retain(|state| state.rule.enabled);
+                registry.register_collector(Box::new(RulesInForce(all)));
+            }
             None
         }
         Err(error) => Some(error),
@@ -229,6 +303,10 @@ pub fn render(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::fs;
+    use std::path::Path;
+
     use p2pmem::fake::Fake;
     use p2pmem::Request;
 
@@ -240,13 +318,17 @@ mod tests {
         line.rsplit_once(' ')?.1.parse().ok()
     }
 
+    fn no_rules() -> Rules {
+        Rules::with_root("/nonexistent")
+    }
+
     #[test]
     fn the_module_s_counters_are_reported() {
         let fake = Fake::example();
         let device = fake.device();
         let buffer = device.alloc(&Request::new(1 << 20).provider(1)).unwrap();
         assert!(device.alloc(&Request::new(1 << 40)).is_err());
-        let (text, error) = render(|| Ok(fake.device())).unwrap();
+        let (text, error) = render(|| Ok(fake.device()), &no_rules()).unwrap();
         assert!(error.is_none());
         assert_eq!(value(&text, "p2pmem_up"), Some(1));
         assert_eq!(value(&text, "p2pmem_providers"), Some(3));
@@ -273,7 +355,7 @@ mod tests {
         );
         assert!(text.ends_with("# EOF\n"));
         drop(buffer);
-        let (text, _) = render(|| Ok(fake.device())).unwrap();
+        let (text, _) = render(|| Ok(fake.device()), &no_rules()).unwrap();
         assert_eq!(value(&text, &format!("p2pmem_provider_buffers{of}")), Some(0));
         assert_eq!(value(&text, "p2pmem_frees_total"), Some(1));
     }
@@ -284,23 +366,96 @@ mod tests {
         let device = fake.device();
         drop(device.alloc(&Request::new(4096).provider(2)).unwrap());
         fake.remove_provider(2);
-        let (text, _) = render(|| Ok(fake.device())).unwrap();
+        let (text, _) = render(|| Ok(fake.device()), &no_rules()).unwrap();
         assert_eq!(value(&text, "p2pmem_allocs_total"), Some(1));
         assert!(!text.contains("provider=\"2\""), "{text}");
     }
 
     #[test]
     fn without_the_module_up_is_0() {
-        let (text, error) = render(|| Device::open_path("/nonexistent")).unwrap();
+        let (text, error) = render(|| Device::open_path("/nonexistent"), &no_rules()).unwrap();
         assert_eq!(value(&text, "p2pmem_up"), Some(0));
         assert!(error.is_some() && text.ends_with("# EOF\n") && !text.contains("p2pmem_providers"));
     }
 
+    /// Writes a rule to a configfs at `root`.
+    fn write_rule(root: &Path, name: &str, attributes: &[(&str, &str)]) {
+        let folder = root.join("p2pmem/rules").join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for attribute in ["provider", "client", "uid", "gid", "action", "max_class"] {
+            fs::write(folder.join(attribute), "any\n").unwrap();
+        }
+        for attribute in ["quota", "group_quota", "reserve", "reserve_for"] {
+            fs::write(folder.join(attribute), "none\n").unwrap();
+        }
+        for (attribute, value) in [("enable", "1"), ("status", "in force"), ("usage", "")]
+            .iter()
+            .chain(attributes)
+        {
+            fs::write(folder.join(attribute), format!("{value}\n")).unwrap();
+        }
+    }
+
+    #[test]
+    fn quotas_and_what_counts_under_them_are_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let usage = "uid 1000 4096\nuid 1001 8192\ngroup 12288";
+        let shared = [("quota", "16384"), ("group_quota", "65536"), ("usage", usage)];
+        write_rule(dir.path(), "10-shared", &shared);
+        write_rule(dir.path(), "20-unused", &[("quota", "0")]);
+        write_rule(dir.path(), "30-off", &[("quota", "1"), ("enable", "0")]);
+        write_rule(dir.path(), "40-deny", &[("action", "deny")]);
+        let fake = Fake::example();
+        let (text, _) = render(|| Ok(fake.device()), &Rules::with_root(dir.path())).unwrap();
+        assert_eq!(value(&text, "p2pmem_rules"), Some(3));
+        for (name, rule, expected) in [
+            ("quota", "10-shared", Some(16384)),
+            ("largest_user", "10-shared", Some(8192)),
+            ("group_quota", "10-shared", Some(65536)),
+            ("group", "10-shared", Some(12288)),
+            ("quota", "20-unused", Some(0)),
+            ("largest_user", "20-unused", Some(0)),
+            ("group", "20-unused", None),
+            ("quota", "30-off", None),
+            ("quota", "40-deny", None),
+            ("largest_user", "40-deny", None),
+        ] {
+            let metric = format!("p2pmem_rule_{name}_bytes{{rule=\"{rule}\"}}");
+            assert_eq!(value(&text, &metric), expected, "{metric}\n{text}");
+        }
+        let (text, error) = render(|| Ok(fake.device()), &no_rules()).unwrap();
+        assert!(error.is_none() && !text.contains("p2pmem_rule"), "{text}");
+    }
+
+    #[test]
+    fn the_alert_rules_use_metrics_that_exist() {
+        let dir = tempfile::tempdir().unwrap();
+        write_rule(dir.path(), "10-lab", &[("quota", "1"), ("group_quota", "1")]);
+        let fake = Fake::example();
+        let (text, _) = render(|| Ok(fake.device()), &Rules::with_root(dir.path())).unwrap();
+        let alerts = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/alerts.yml")).unwrap();
+        let is_part = |c: char| c == '_' || c.is_ascii_lowercase() || c.is_ascii_digit();
+        let names = alerts
+            .split(|c: char| !is_part(c))
+            .filter(|word| word.starts_with("p2pmem_"));
+        let used: BTreeSet<_> = names.collect();
+        assert!(used.len() > 8, "{used:?}");
+        for name in used {
+            let has = |line: &str| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' ']));
+            assert!(text.lines().any(has), "{name} is not a metric:\n{text}");
+        }
+    }
+
     #[test]
     fn metric_names_are_valid_and_unique() {
-        let unique: std::collections::BTreeSet<_> =
-            GAUGES.iter().map(|g| g.0).chain(COUNTERS.iter().map(|c| c.0)).collect();
-        assert_eq!(unique.len(), GAUGES.len() + COUNTERS.len());
+        let rules = RULE_GAUGES.iter().map(|g| g.0);
+        let all = GAUGES
+            .iter()
+            .map(|g| g.0)
+            .chain(COUNTERS.iter().map(|c| c.0))
+            .chain(rules);
+        let unique: BTreeSet<_> = all.collect();
+        assert_eq!(unique.len(), GAUGES.len() + COUNTERS.len() + RULE_GAUGES.len());
         assert!(unique
             .iter()
             .all(|name| name.bytes().all(|c| c == b'_' || c.is_ascii_lowercase())));

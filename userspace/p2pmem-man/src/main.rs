@@ -6,7 +6,8 @@
 //! p2pmem-man FOLDER
 //! ```
 //!
-//! The pages go to `FOLDER/man1`, the scripts to `FOLDER/bash`, `FOLDER/zsh` and `FOLDER/fish`.
+//! The pages go to `FOLDER/man1`, the scripts to `FOLDER/bash`, `FOLDER/zsh` and `FOLDER/fish`. The scripts of p2pmemctl call
+//! the program for each completion, which knows the devices of the machine.
 
 use std::ffi::OsString;
 use std::fs::{self, File};
@@ -25,6 +26,9 @@ const SEE_ALSO: &[(&str, &str)] = &[
     ("p2pmem-perf", "p2pmemctl(1)"),
     ("p2pmem-exporter", "p2pmemctl(1)"),
 ];
+
+/// The program whose completions know the machine.
+const CTL: &str = "p2pmemctl";
 
 fn main() -> Result<()> {
     let arguments: Vec<OsString> = std::env::args_os().skip(1).collect();
@@ -53,14 +57,29 @@ fn generate(folder: &Path) -> Result<()> {
     for program in programs() {
         let name = program.get_name().to_owned();
         for (shell, folder_name) in shells {
-            clap_complete::generate_to(shell, &mut program.clone(), &name, folder.join(folder_name))
-                .with_context(|| format!("{name}: completion for {shell}"))?;
+            let folder = folder.join(folder_name);
+            let written = if name == CTL {
+                registration(shell, &folder)
+            } else {
+                clap_complete::generate_to(shell, &mut program.clone(), &name, folder).map(drop)
+            };
+            written.with_context(|| format!("{name}: completion for {shell}"))?;
         }
         let man = folder.join("man1");
         clap_mangen::generate_to(program.clone(), &man).with_context(|| format!("{name}: man pages"))?;
         refer(&man, &name)?;
     }
     Ok(())
+}
+
+/// Writes the script of p2pmemctl to the file that clap_complete would write.
+fn registration(shell: Shell, folder: &Path) -> std::io::Result<()> {
+    let (own, file) = match shell {
+        Shell::Zsh => (p2pmemctl::Shell::Zsh, format!("_{CTL}")),
+        Shell::Fish => (p2pmemctl::Shell::Fish, format!("{CTL}.fish")),
+        _ => (p2pmemctl::Shell::Bash, format!("{CTL}.bash")),
+    };
+    p2pmemctl::registration(own, &mut File::create(folder.join(file))?)
 }
 
 /// Adds the references of [`SEE_ALSO`] to the pages of a program.

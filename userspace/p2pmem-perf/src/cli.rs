@@ -23,8 +23,8 @@ pub const PORT: u16 = 18520;
 #[derive(Debug, Parser)]
 #[command(name = "p2pmem-perf", version, max_term_width = 100)]
 pub struct Cli {
-    /// Print JSON.
-    #[arg(long, global = true)]
+    /// Print JSON: an object whose member `schema` is the version of the others.
+    #[arg(short = 'J', long, global = true)]
     pub json: bool,
 
     /// The command.
@@ -81,12 +81,13 @@ pub struct OwnArgs {
     pub memory: MemoryKind,
 
     /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
-    #[arg(long, value_name = "PROVIDER")]
-    pub provider: Option<String>,
+    #[arg(long)]
+    pub device: Option<String>,
 
     /// Device file of p2pmem.
-    #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
-    pub device: PathBuf,
+    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH)]
+    pub dev_path: PathBuf,
 
     /// Index of the GID to use; only relevant on Ethernet.
     #[arg(long, value_name = "INDEX", default_value_t = 0)]
@@ -211,15 +212,16 @@ pub struct RegisterArgs {
     pub memory: Vec<MemoryKind>,
 
     /// The provider of device memory, by id or PCI address [default: the provider nearest to the NIC]
-    #[arg(long, value_name = "PROVIDER")]
-    pub provider: Option<String>,
+    #[arg(long)]
+    pub device: Option<String>,
 
     /// Device file of p2pmem.
-    #[arg(long, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
-    pub device: PathBuf,
+    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH)]
+    pub dev_path: PathBuf,
 
     /// Register a mapping of this file or device by ibv_reg_mr(), instead of the kinds of memory.
-    #[arg(long, value_name = "PATH", conflicts_with_all = ["memory", "provider"])]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["memory", "device"])]
     pub mmap: Option<PathBuf>,
 
     /// Sizes of the memory.

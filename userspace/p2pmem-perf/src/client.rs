@@ -10,8 +10,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
+use p2pmem::short_size;
 
 use crate::cli::{OwnArgs, RunArgs};
+use crate::print_json;
+use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
 use crate::server::{connect, sessions, side};
 use crate::session::{open_nics, NicSession, Role};
@@ -113,7 +116,7 @@ fn run_test(
         writeln!(out, "{}", report.heading())?;
     }
     for size in &test.sizes {
-        let result = one_size(control, &sessions, *size, &args.own)?;
+        let result = one_size(control, &sessions, *size, &args.own, json)?;
         if !json {
             Report::lines(&result, out)?;
             out.flush()?;
@@ -122,20 +125,30 @@ fn run_test(
     }
     control.send(&FromClient::Bye)?;
     if json {
-        serde_json::to_writer(&mut *out, &report)?;
-        writeln!(out)?;
+        print_json(out, &report)?;
     }
     Ok(report.is_correct())
 }
 
 /// Runs the messages of one size on all NICs at the same time.
-fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &OwnArgs) -> Result<SizeResult> {
+fn one_size(
+    control: &mut Control,
+    sessions: &[NicSession],
+    size: u64,
+    own: &OwnArgs,
+    json: bool,
+) -> Result<SizeResult> {
     sessions.iter().try_for_each(|session| session.prepare(size))?;
     control.send(&FromClient::Start(size))?;
     let FromServer::Started = control.receive()? else {
         bail!("expected the message `started` of the server");
     };
-    let done = run_sessions(control, sessions, size, own)?;
+    let messages = sessions.iter().map(|session| session.test().messages(size)).sum();
+    let bar = progress::bar("messages", messages, json);
+    bar.set_message(short_size(size));
+    let done = run_sessions(control, sessions, size, own, &bar);
+    bar.finish_and_clear();
+    let done = done?;
     control.send(&FromClient::Finish)?;
     let FromServer::Finished(found) = control.receive()? else {
         bail!("expected the message `finished` of the server");
@@ -164,14 +177,20 @@ fn result(session: &NicSession, size: u64, times: &Times, copied: u64, found: Se
 }
 
 /// Runs all sessions, and reports to the server at intervals that the test continues.
-fn run_sessions(control: &mut Control, sessions: &[NicSession], size: u64, own: &OwnArgs) -> Result<Vec<(Times, u64)>> {
+fn run_sessions(
+    control: &mut Control,
+    sessions: &[NicSession],
+    size: u64,
+    own: &OwnArgs,
+    bar: &indicatif::ProgressBar,
+) -> Result<Vec<(Times, u64)>> {
     let stop = Stop::default();
-    let progress = AtomicU64::new(0);
+    let progress: Vec<AtomicU64> = sessions.iter().map(|_| AtomicU64::new(0)).collect();
     thread::scope(|scope| {
         let (send, results) = mpsc::channel();
         let start = Instant::now();
         for (index, session) in sessions.iter().enumerate() {
-            let (send, stop, progress) = (send.clone(), &stop, &progress);
+            let (send, stop, progress) = (send.clone(), &stop, &progress[index]);
             scope.spawn(move || {
                 let done = session.run(size, own, stop, start, progress);
                 // The receiver lives until the scope ends.
@@ -188,6 +207,7 @@ fn run_sessions(control: &mut Control, sessions: &[NicSession], size: u64, own: 
                         all[index] = Some(done.with_context(name)?);
                     }
                     Err(RecvTimeoutError::Timeout) => {
+                        bar.set_position(progress.iter().map(|done| done.load(Ordering::Relaxed)).sum());
                         control.send(&FromClient::Alive)?;
                         if let Some(message) = control.receive_within::<FromServer>(POLL_WAIT)? {
                             bail!("the server sent {message:?} while messages were in flight");

@@ -11,6 +11,7 @@ pub mod cli;
 pub mod client;
 pub mod memory;
 pub mod pattern;
+pub mod progress;
 pub mod registration;
 pub mod report;
 pub mod server;
@@ -27,6 +28,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
+use serde::Serialize;
 
 use cli::{Cli, Command};
 
@@ -41,7 +43,7 @@ pub fn main() -> ExitCode {
             if cli.json {
                 let value = serde_json::json!({ "error": wire::reason(&error), "remedy": remedy(&error) });
                 // If the output is not writable, the exit code reports the error.
-                let _ = writeln!(out, "{value}");
+                let _ = print_json(&mut out, &value);
             }
             eprintln!("p2pmem-perf: {error:#}");
             if let Some(remedy) = remedy(&error) {
@@ -65,6 +67,23 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
         Command::StaleRun(args) => stale::run(args, cli.json, out),
         Command::Register(args) => registration::register(args, cli.json, out).map(|()| true),
     }
+}
+
+/// Version of the JSON that the program prints: the member `schema`. It changes when a member is removed, or changes its
+/// name or meaning. New members do not change it.
+pub const SCHEMA: u32 = 1;
+
+/// Prints an object as JSON in one line, with the version of its members.
+fn print_json(out: &mut dyn Write, value: &impl Serialize) -> Result<()> {
+    #[derive(Serialize)]
+    struct Document<'a, T> {
+        schema: u32,
+        #[serde(flatten)]
+        value: &'a T,
+    }
+    serde_json::to_writer(&mut *out, &Document { schema: SCHEMA, value })?;
+    writeln!(out)?;
+    Ok(())
 }
 
 fn known(error: &anyhow::Error) -> Option<&p2pmem::Error> {

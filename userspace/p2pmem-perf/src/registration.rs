@@ -7,11 +7,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
-use p2pmem::human_size;
+use p2pmem::short_size;
 use serde::Serialize;
 
 use crate::cli::{MemoryKind, RegisterArgs};
 use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
+use crate::print_json;
+use crate::progress;
 use crate::session::open_nics;
 use crate::sys::cpu_time;
 use crate::sys::verbs::Domain;
@@ -70,29 +72,34 @@ pub fn register(args: &RegisterArgs, json: bool, out: &mut dyn Write) -> Result<
         writeln!(
             out,
             "{:<12} {:<10} {:>10} {:>12} {:>12} {:>12}",
-            "MEMORY", "METHOD", "SIZE", "REGISTER", "CPU TIME", "DEREGISTER"
+            "MEMORY", "METHOD", "SIZE", "REGISTER", "CPU-TIME", "DEREGISTER"
         )?;
     }
-    let sizes = &args.size.0;
-    for source in sources(args) {
+    let (sizes, sources) = (&args.size.0, sources(args));
+    let all = sources.len() as u64 * sizes.len() as u64 * u64::from(args.iters);
+    let bar = progress::bar("registrations", all, json);
+    for source in sources {
         for bytes in sizes {
-            let cost = measure(source, args, *bytes, &domain)?;
+            bar.set_message(short_size(*bytes));
+            let cost = measure(source, args, *bytes, &domain, &bar)?;
             if !json {
-                let size = human_size(cost.bytes);
+                let size = short_size(cost.bytes);
                 let (on, busy, off) = (cost.register_ns, cost.register_cpu_ns, cost.deregister_ns);
-                writeln!(
-                    out,
-                    "{:<12} {:<10} {size:>10} {on:>12} {busy:>12} {off:>12}",
-                    cost.memory, cost.method
-                )?;
-                out.flush()?;
+                bar.suspend(|| -> std::io::Result<()> {
+                    writeln!(
+                        out,
+                        "{:<12} {:<10} {size:>10} {on:>12} {busy:>12} {off:>12}",
+                        cost.memory, cost.method
+                    )?;
+                    out.flush()
+                })?;
             }
             costs.costs.push(cost);
         }
     }
+    bar.finish_and_clear();
     if json {
-        serde_json::to_writer(&mut *out, &costs)?;
-        writeln!(out)?;
+        print_json(out, &costs)?;
     }
     Ok(())
 }
@@ -111,13 +118,19 @@ fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
     }
 }
 
-fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync::Arc<Domain>) -> Result<Cost> {
+fn measure(
+    from: Origin<'_>,
+    args: &RegisterArgs,
+    bytes: u64,
+    domain: &std::sync::Arc<Domain>,
+    bar: &indicatif::ProgressBar,
+) -> Result<Cost> {
     let (name, mut source) = match from {
         Origin::Kind(kind) => {
             let options = MemoryOptions {
                 kind,
-                provider: args.provider.as_deref(),
-                device: &args.device,
+                provider: args.device.as_deref(),
+                device: &args.dev_path,
             };
             (
                 kind.name(),
@@ -136,6 +149,7 @@ fn measure(from: Origin<'_>, args: &RegisterArgs, bytes: u64, domain: &std::sync
         let start = Instant::now();
         source = memory.deregister()?;
         off.push(start.elapsed());
+        bar.inc(1);
     }
     on.sort_unstable();
     let ns = |time: Option<&Duration>| time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));

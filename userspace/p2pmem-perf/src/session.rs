@@ -121,8 +121,8 @@ impl NicSession {
             .with_context(|| format!("creating a queue pair on {name} for {most} requests: use a smaller --depth"))?;
         let options = MemoryOptions {
             kind: own.memory,
-            provider: own.provider.as_deref(),
-            device: &own.device,
+            provider: own.device.as_deref(),
+            device: &own.dev_path,
         };
         let bytes = payload_bytes(test, role);
         let memory = Memory::new(options, &domain, bytes)?;
@@ -163,6 +163,11 @@ impl NicSession {
     /// Returns the registered memory.
     pub fn memory(&self) -> &Memory {
         &self.memory
+    }
+
+    /// Returns the parameters of the test.
+    pub fn test(&self) -> &Test {
+        &self.test
     }
 
     /// Returns the NIC.

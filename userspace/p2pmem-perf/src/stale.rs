@@ -20,6 +20,7 @@ use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
 use crate::client::reach;
 use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::mixed;
+use crate::print_json;
 use crate::session::{open_nics, own_endpoint, RETRIES};
 use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use crate::waiter::{Stop, Waiter};
@@ -88,8 +89,8 @@ impl Queues {
         let domain = Domain::new(nic.clone())?;
         let options = MemoryOptions {
             kind: own.memory,
-            provider: own.provider.as_deref(),
-            device: &own.device,
+            provider: own.device.as_deref(),
+            device: &own.dev_path,
         };
         let memory = Memory::new(options, &domain, (writes + 1) * BLOCK)?;
         let completions = Completions::new(nic, 64)?;
@@ -215,8 +216,7 @@ pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool>
     let tried = talk(stream, &args.own, |control| run_one(control, args))?;
     let good = tried.refused == tried.attempts;
     if json {
-        serde_json::to_writer(&mut *out, &tried)?;
-        writeln!(out)?;
+        print_json(out, &tried)?;
     } else {
         writeln!(
             out,

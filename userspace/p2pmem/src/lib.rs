@@ -88,6 +88,6 @@ pub use stripe::Stripe;
 pub use sys::verbs::{Pd, ProtectionDomain};
 pub use topology::{path_between, path_between_in};
 pub use types::{
-    human_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
+    human_size, short_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
     RegistrationMethod, Stats,
 };

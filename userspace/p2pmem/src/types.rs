@@ -28,14 +28,33 @@ fn text(chars: &[c_char]) -> String {
 /// assert_eq!(p2pmem::human_size(1500), "1.5 KiB");
 /// ```
 pub fn human_size(bytes: u64) -> String {
-    let units = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    let (number, unit) = scaled(bytes);
+    format!("{number} {}", ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"][unit])
+}
+
+/// Formats a number of bytes as one word, for tables and for options that accept sizes: exact if a binary unit divides
+/// it, else with one decimal.
+///
+/// ```
+/// assert_eq!(p2pmem::short_size(16 << 20), "16M");
+/// assert_eq!(p2pmem::short_size(1500), "1.5K");
+/// ```
+pub fn short_size(bytes: u64) -> String {
+    let (number, unit) = scaled(bytes);
+    format!("{number}{}", ["B", "K", "M", "G", "T", "P", "E"][unit])
+}
+
+/// Divides a number of bytes by the largest binary unit that does not exceed it. Returns the quotient and the unit's
+/// power of 1024.
+fn scaled(bytes: u64) -> (String, usize) {
     let unit = (bytes.max(1).ilog2() / 10) as usize;
     let whole = 1u64 << (10 * unit);
-    if bytes % whole == 0 {
-        format!("{} {}", bytes / whole, units[unit])
+    let number = if bytes % whole == 0 {
+        (bytes / whole).to_string()
     } else {
-        format!("{:.1} {}", bytes as f64 / whole as f64, units[unit])
-    }
+        format!("{:.1}", bytes as f64 / whole as f64)
+    };
+    (number, unit)
 }
 
 /// Version, features and totals of the module: [`Device::info`](crate::Device::info).

@@ -8,11 +8,13 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
 use anyhow::{bail, Context as _};
-use p2pmem::{human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request, Stripe};
+use p2pmem::{
+    human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request, Stripe, Verdict, VerdictCode,
+};
 use serde::Serialize;
 
-use crate::cli::{AllocArgs, PlacementArgs, RequestArgs, Strategy};
-use crate::table::{number, render, text};
+use crate::cli::{AllocArgs, ExplainArgs, PlacementArgs, Strategy};
+use crate::table::{cell, message, number, on_request, optional, text, Column, Row, Table, FAINT, GOOD};
 use crate::{Context, Outcome};
 
 /// Bytes per step of `fill()`. Each step moves the progress bar.
@@ -36,7 +38,7 @@ pub(crate) fn request(
         .near(context.clients(&args.near)?)
         .strategy(strategy)
         .parts(args.parts);
-    if let Some(name) = &args.provider {
+    if let Some(name) = &args.device {
         request = request.provider(context.provider(device, name)?.id);
     }
     if let Some(name) = &args.prefer {
@@ -48,31 +50,71 @@ pub(crate) fn request(
     Ok(request)
 }
 
-pub(crate) fn explain(context: &mut Context<'_>, args: &RequestArgs) -> anyhow::Result<Outcome> {
+pub(crate) fn explain(context: &mut Context<'_>, args: &ExplainArgs) -> anyhow::Result<Outcome> {
+    let Some(table) = args.table.of::<Verdict>(context)? else {
+        return Ok(Outcome::Done);
+    };
     let device = context.open()?;
-    let explanation = device.explain(&request(context, &device, args.size, &args.placement)?)?;
+    let request = request(context, &device, args.request.size, &args.request.placement)?;
+    let explanation = device.explain(&request)?;
     if context.json {
         context.print_json(&explanation)?;
+    } else if args.table.is_plain() {
+        write!(context.out, "{}", table.render(&explanation.verdicts))?;
     } else {
-        write!(context.out, "{}", render_explanation(&explanation))?;
+        write!(context.out, "{}", render_explanation(&explanation, &table))?;
     }
     Ok(Outcome::of(explanation.errno.is_none()))
 }
 
-pub(crate) fn render_explanation(explanation: &Explanation) -> String {
+impl Row for Verdict {
+    const COLUMNS: &'static [Column<Self>] = &[
+        number("ID", "id of the provider", |v, _| cell(v.provider)),
+        text("DEVICE", "PCI address of the provider", |v, _| cell(v.addr)),
+        on_request(text("CODE", "the verdict in one word", |v, _| cell(code(v.code)))),
+        on_request(text("CLASS", "class of the path to the farthest client", |v, _| {
+            optional(v.class)
+        })),
+        on_request(number("HOPS", "links to all clients together", |v, _| cell(v.hops))),
+        on_request(number("BANDWIDTH", "MB/s of the narrowest link", |v, _| {
+            optional(v.bandwidth)
+        })),
+        on_request(number("SIZE", "size of the provider's memory", |v, sizes| {
+            sizes.cell(v.size)
+        })),
+        on_request(number("FREE", "free bytes at the time of the decision", |v, sizes| {
+            sizes.cell(v.free)
+        })),
+        on_request(number("LARGEST", "largest contiguous free piece", |v, sizes| {
+            sizes.cell(v.largest)
+        })),
+        on_request(text("RULE", "rule that decided", |v, _| {
+            optional(v.rule.as_ref().map(|rule| &rule.name))
+        })),
+        message("VERDICT", "the verdict, with the numbers that decided", |v, _| {
+            cell(&v.why).style(match v.code {
+                VerdictCode::Chosen => GOOD,
+                _ => FAINT,
+            })
+        }),
+    ];
+}
+
+/// Returns the word for a verdict, as in JSON.
+fn code(code: VerdictCode) -> String {
+    match serde_json::to_value(code) {
+        Ok(serde_json::Value::String(word)) => word,
+        // The type is an enum of words.
+        _ => String::new(),
+    }
+}
+
+pub(crate) fn render_explanation(explanation: &Explanation, table: &Table<Verdict>) -> String {
     let outcome = explanation.lines().into_iter().next().unwrap_or_default();
-    let rows: Vec<_> = explanation
-        .verdicts
-        .iter()
-        .map(|v| vec![v.provider.to_string(), v.addr.to_string(), v.why.clone()])
-        .collect();
-    if rows.is_empty() {
+    if explanation.verdicts.is_empty() {
         return format!("{outcome}\n");
     }
-    format!(
-        "{outcome}\n\n{}",
-        render(&[number("ID"), text("PROVIDER"), text("VERDICT")], &rows)
-    )
+    format!("{outcome}\n\n{}", table.render(&explanation.verdicts))
 }
 
 /// Location of a buffer.
@@ -125,17 +167,20 @@ pub(crate) fn alloc(context: &mut Context<'_>, args: &AllocArgs) -> anyhow::Resu
     let device = context.open()?;
     let request = request(context, &device, args.request.size, &args.request.placement)?;
     let stripe = matches!(args.request.placement.strategy, Strategy::Stripe);
-    let made = if stripe {
-        device.alloc_stripe(&request).map(Stripe::into_parts)
-    } else {
-        device.alloc(&request).map(|buffer| vec![buffer])
-    };
+    let made = context.allocating(args.request.size, || {
+        if stripe {
+            device.alloc_stripe(&request).map(Stripe::into_parts)
+        } else {
+            device.alloc(&request).map(|buffer| vec![buffer])
+        }
+    });
     let buffers = match made {
         Ok(buffers) => buffers,
         Err(error) => {
             // The error has the reason as a message; the explanation adds the verdict for each provider.
             if let (false, Ok(explanation)) = (context.json, device.explain_last()) {
-                write!(context.out, "{}", render_explanation(&explanation))?;
+                let text = render_explanation(&explanation, &Table::default());
+                write!(context.out, "{text}")?;
             }
             return Err(error.into());
         }

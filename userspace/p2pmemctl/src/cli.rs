@@ -5,26 +5,35 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum, ValueHint};
 use p2pmem::rules::{Action, Beneficiary};
 use p2pmem::PathClass;
+
+use crate::table::{help, TableArgs};
+use crate::{doctor, list, scan, topo};
 
 /// Manage PCI peer-to-peer memory.
 ///
 /// A device name is a PCI address (0000:03:00.0 or 03:00.0), an RDMA device (mlx5_0), an NVMe drive (nvme0, nvme0n1,
-/// /dev/nvme0n1), or a folder in /sys. Sizes accept the units K, M, G, T (powers of 1024).
+/// /dev/nvme0n1), or a folder in /sys. A provider also has an id, which `list` shows. Sizes accept the units K, M, G, T
+/// (powers of 1024).
 ///
 /// Exit codes: 0 success, 1 error or refusal (the reason is printed), 2 invalid arguments.
 #[derive(Debug, Parser)]
 #[command(name = "p2pmemctl", version, max_term_width = 100)]
 pub struct Cli {
-    /// Print JSON.
-    #[arg(long, global = true)]
+    /// Print JSON: an object whose member `schema` is the version of the others. Sizes are in bytes.
+    #[arg(short = 'J', long, global = true)]
     pub json: bool,
 
     /// Device file of p2pmem.
-    #[arg(long, global = true, value_name = "PATH", default_value = p2pmem::DEFAULT_PATH)]
-    pub device: PathBuf,
+    #[arg(long, global = true, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH, value_hint = ValueHint::FilePath)]
+    pub dev_path: PathBuf,
+
+    /// Colors of the output.
+    #[command(flatten)]
+    pub color: colorchoice_clap::Color,
 
     /// The command.
     #[command(subcommand)]
@@ -35,8 +44,10 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// List the providers.
-    List,
+    #[command(after_help = help::<p2pmem::Provider>("Columns"))]
+    List(ListArgs),
     /// Show the path class between each provider and each client, as a matrix.
+    #[command(after_help = help::<topo::PathRow>("Columns of --list"))]
     Topo(TopoArgs),
     /// Publish a device's memory: the device becomes a provider.
     Publish(PublishArgs),
@@ -63,8 +74,10 @@ pub enum Command {
     /// SIGUSR1, and SIGUSR2 are forwarded to the command.
     Run(crate::run::RunArgs),
     /// Show which provider a buffer would get and why, without an allocation.
-    Explain(RequestArgs),
+    #[command(after_help = help::<p2pmem::Verdict>("Columns"))]
+    Explain(ExplainArgs),
     /// Show counters.
+    #[command(after_help = help::<list::OneStats>("Columns"))]
     Stats(StatsArgs),
     /// Show providers, their rates of use, and the owners of buffers, continuously.
     #[cfg(feature = "top")]
@@ -72,15 +85,80 @@ pub enum Command {
     /// Write patterns to the memory of a provider, and read them back.
     Selftest(SelftestArgs),
     /// Print events as they arrive.
+    #[command(after_help = help::<p2pmem::Event>("Columns"))]
     Events(EventsArgs),
     /// List devices with usable memory, the sources of this memory, and devices that can use it.
     ///
     /// Works without the module and without privileges. The column MISSING lists the capabilities that a source does
     /// not have: mapping, direct-io, dma-buf (registration with NICs), rules, quotas, revoke, placement (strategies,
     /// stripes), sharing, clearing.
+    #[command(after_help = scan::columns_help())]
     Scan(ScanArgs),
     /// Check all preconditions of peer-to-peer memory on this machine.
-    Doctor,
+    #[command(after_help = help::<doctor::Check>("Columns"))]
+    Doctor(DoctorArgs),
+    /// Print a completion script for a shell. Completions know the devices, providers, and rules of this machine.
+    Completions {
+        /// The shell.
+        shell: Shell,
+    },
+}
+
+/// A shell with completions.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub enum Shell {
+    /// The GNU shell.
+    Bash,
+    /// Elvish.
+    Elvish,
+    /// The friendly interactive shell.
+    Fish,
+    /// The Z shell.
+    Zsh,
+}
+
+/// A device, as an argument or as an option.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = false)]
+pub struct DeviceArgs {
+    /// The device.
+    #[arg(value_name = "DEVICE")]
+    positional: Option<String>,
+
+    /// The device, as an option.
+    #[arg(long, value_name = "DEVICE")]
+    device: Option<String>,
+}
+
+impl DeviceArgs {
+    /// Returns the name of the device.
+    pub fn name(&self) -> &str {
+        // The group requires one of the two.
+        self.device
+            .as_deref()
+            .or(self.positional.as_deref())
+            .unwrap_or_default()
+    }
+}
+
+/// Options of `list`.
+#[derive(Debug, Args)]
+pub struct ListArgs {
+    /// List only this provider: an id or a device.
+    #[arg(long)]
+    pub device: Option<String>,
+
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
+}
+
+/// Options of `doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Options of `scan`.
@@ -89,6 +167,14 @@ pub struct ScanArgs {
     /// Show all sources of each device's memory, including unusable ones with the reason.
     #[arg(long)]
     pub all: bool,
+
+    /// With --output or --noheadings: print the table of devices that can use memory, not that of devices with memory.
+    #[arg(long)]
+    pub clients: bool,
+
+    /// Form of the tables.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Options of `topo`.
@@ -98,16 +184,29 @@ pub struct TopoArgs {
     #[arg(value_name = "CLIENT")]
     pub clients: Vec<String>,
 
+    /// Show only the paths of this provider: an id or a device.
+    #[arg(long)]
+    pub device: Option<String>,
+
+    /// Print one path a line instead of the matrix. --output implies this.
+    #[arg(short, long)]
+    pub list: bool,
+
     /// Make the module read all paths again, for example after setpci has changed ACS.
     #[arg(long)]
     pub rescan: bool,
+
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Options of `publish`.
 #[derive(Debug, Args)]
 pub struct PublishArgs {
     /// The device.
-    pub device_name: String,
+    #[command(flatten)]
+    pub device: DeviceArgs,
 
     /// The BAR [default: the largest 64-bit prefetchable BAR]
     #[arg(long, value_parser = clap::value_parser!(u32).range(0..6))]
@@ -152,7 +251,8 @@ pub enum Mode {
 #[derive(Debug, Args)]
 pub struct UnpublishArgs {
     /// The device.
-    pub device_name: String,
+    #[command(flatten)]
+    pub device: DeviceArgs,
 
     /// Let the kernel bind the device's own driver again.
     #[arg(long)]
@@ -162,8 +262,13 @@ pub struct UnpublishArgs {
 /// The commands for rules.
 #[derive(Debug, Subcommand)]
 pub enum RulesCommand {
-    /// List the rules in the order of evaluation, with their status and the bytes charged to each rule.
-    List,
+    /// List the rules in the order of evaluation, with their state and the bytes charged to each rule.
+    #[command(after_help = help::<p2pmem::rules::RuleState>("Columns"))]
+    List {
+        /// Form of the table.
+        #[command(flatten)]
+        table: TableArgs,
+    },
     /// Add a rule.
     Add(RuleArgs),
     /// Remove rules. No buffer is revoked.
@@ -179,6 +284,7 @@ pub enum RulesCommand {
     /// Load rules from files, all or none.
     Load {
         /// The files [default: /etc/p2pmem/*.toml]
+        #[arg(value_hint = ValueHint::FilePath)]
         files: Vec<PathBuf>,
 
         /// Remove all rules that are not in the files.
@@ -188,6 +294,7 @@ pub enum RulesCommand {
     /// Write the rules to a file in the format of `load`.
     Save {
         /// The file [default: standard output]
+        #[arg(value_hint = ValueHint::FilePath)]
         file: Option<PathBuf>,
     },
     /// Check files, or show the decision for a user's request under the rules in force.
@@ -202,7 +309,7 @@ pub struct RuleArgs {
 
     /// Match only this provider: a device, or vendor:device (15b3:101b).
     #[arg(long, value_name = "DEVICE")]
-    pub provider: Option<String>,
+    pub device: Option<String>,
 
     /// Match only this client.
     #[arg(long, value_name = "DEVICE")]
@@ -250,7 +357,7 @@ pub struct RuleArgs {
 #[derive(Debug, Args)]
 pub struct RulesTestArgs {
     /// Check these files.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub file: Vec<PathBuf>,
 
     /// Decide for this user: a name or a number.
@@ -274,6 +381,7 @@ pub struct RulesTestArgs {
 #[derive(Debug, Args)]
 pub struct ApplyArgs {
     /// The files [default: /etc/p2pmem/*.toml]
+    #[arg(value_hint = ValueHint::FilePath)]
     pub files: Vec<PathBuf>,
 }
 
@@ -287,6 +395,18 @@ pub struct RequestArgs {
     /// Requirements on the provider.
     #[command(flatten)]
     pub placement: PlacementArgs,
+}
+
+/// Options of `explain`.
+#[derive(Debug, Args)]
+pub struct ExplainArgs {
+    /// The request.
+    #[command(flatten)]
+    pub request: RequestArgs,
+
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Requirements on the provider of a buffer.
@@ -309,11 +429,11 @@ pub struct PlacementArgs {
     pub parts: u32,
 
     /// Use only this provider: an id or a device.
-    #[arg(long, value_name = "PROVIDER", conflicts_with = "prefer")]
-    pub provider: Option<String>,
+    #[arg(long, conflicts_with = "prefer")]
+    pub device: Option<String>,
 
     /// Try this provider first: an id or a device.
-    #[arg(long, value_name = "PROVIDER")]
+    #[arg(long, value_name = "DEVICE")]
     pub prefer: Option<String>,
 
     /// Maximum path class: DEV, SW, SWS, PHB, NODE, or SYS (`topo` explains them).
@@ -362,7 +482,11 @@ pub struct AllocArgs {
 pub struct StatsArgs {
     /// Show only this provider: an id or a device.
     #[arg(long)]
-    pub provider: Option<String>,
+    pub device: Option<String>,
+
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Options of `top`.
@@ -381,9 +505,9 @@ pub struct TopArgs {
 /// Options of `selftest`.
 #[derive(Debug, Args)]
 pub struct SelftestArgs {
-    /// The provider: an id or a device.
-    #[arg(long)]
-    pub provider: String,
+    /// The provider.
+    #[command(flatten)]
+    pub device: DeviceArgs,
 
     /// Bytes to test [default: the largest free block, at most 64M]
     #[arg(long, value_parser = size)]
@@ -404,6 +528,10 @@ pub struct EventsArgs {
     /// Exit after this number of seconds.
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub timeout: Option<Duration>,
+
+    /// Form of the table.
+    #[command(flatten)]
+    pub table: TableArgs,
 }
 
 /// Parses a size such as `16M`, `1GiB`, or `4096`. Units are powers of 1024.

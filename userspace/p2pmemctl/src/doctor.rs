@@ -11,7 +11,9 @@ use std::fmt;
 use p2pmem::devices_in;
 use serde::Serialize;
 
+use crate::cli::DoctorArgs;
 use crate::environment::Environment;
+use crate::table::{cell, message, on_request, optional, text, Column, Row, Table, BAD, BOLD, FAINT, GOOD, WARNING};
 use crate::{Context, Outcome};
 
 /// Result of a check.
@@ -39,8 +41,9 @@ impl fmt::Display for Level {
     }
 }
 
+/// The result of one check.
 #[derive(Debug, Serialize)]
-struct Check {
+pub(crate) struct Check {
     check: &'static str,
     level: Level,
     /// The result in words.
@@ -73,7 +76,10 @@ struct Report {
     checks: Vec<Check>,
 }
 
-pub(crate) fn doctor(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
+pub(crate) fn doctor(context: &mut Context<'_>, args: &DoctorArgs) -> anyhow::Result<Outcome> {
+    let Some(table) = args.table.of::<Check>(context)? else {
+        return Ok(Outcome::Done);
+    };
     let checks = examine(context.environment);
     let report = Report {
         ok: checks.iter().all(|c| c.level != Level::Failure),
@@ -81,26 +87,44 @@ pub(crate) fn doctor(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
     };
     if context.json {
         context.print_json(&report)?;
+    } else if args.table.is_plain() {
+        write!(context.out, "{}", table.render(&report.checks))?;
     } else {
-        write!(context.out, "{}", render_report(&report))?;
+        write!(context.out, "{}", render_report(&report, &table))?;
     }
     Ok(Outcome::of(report.ok))
 }
 
-fn render_report(report: &Report) -> String {
-    let width = report.checks.iter().map(|c| c.check.len()).max().unwrap_or(0);
-    let mut out = String::new();
-    for Check {
-        check,
-        level,
-        found,
-        remedy,
-    } in &report.checks
-    {
-        out += &format!("{level:<4}  {check:<width$}  {found}\n");
-        if let Some(remedy) = remedy {
-            out += &format!("{:6}{:width$}  -> {remedy}\n", "", "");
-        }
+impl Row for Check {
+    const COLUMNS: &'static [Column<Self>] = &[
+        text("LEVEL", "ok, info, WARN, or FAIL", |check, _| {
+            cell(check.level).style(match check.level {
+                Level::Ok => GOOD,
+                Level::Info => FAINT,
+                Level::Warning => WARNING,
+                Level::Failure => BAD,
+            })
+        }),
+        text("CHECK", "name of the check", |check, _| cell(check.check)),
+        message("FOUND", "the result in words", |check, _| cell(&check.found)),
+        on_request(message("REMEDY", "what to do", |check, _| {
+            optional(check.remedy.as_ref())
+        })),
+    ];
+}
+
+fn render_report(report: &Report, table: &Table<Check>) -> String {
+    let mut out = table.render(&report.checks);
+    let remedies: Vec<_> = report
+        .checks
+        .iter()
+        .filter_map(|check| Some((check.check, check.remedy.as_deref()?)))
+        .collect();
+    if !remedies.is_empty() {
+        out += "\nRemedies:\n";
+    }
+    for (check, remedy) in remedies {
+        out += &format!("  {BOLD}{check}:{BOLD:#} {remedy}\n");
     }
     let count = |level| report.checks.iter().filter(|c| c.level == level).count();
     out += &format!(
@@ -142,7 +166,7 @@ fn device(machine: &Environment) -> Vec<Check> {
         Ok(device) => device,
         Err(error) => {
             let check = if matches!(error, p2pmem::Error::Abi { .. }) {
-                "ABI version"
+                "abi-version"
             } else {
                 "device"
             };
@@ -156,15 +180,15 @@ fn device(machine: &Environment) -> Vec<Check> {
     let mut checks = vec![Check::new("device", Level::Ok, "opened")];
     match device.info() {
         Ok(info) if info.missing().is_empty() => checks.push(Check::new(
-            "ABI version",
+            "abi-version",
             Level::Ok,
             format!("{}, supported by this program", info.abi_version),
         )),
         Ok(info) => {
             let text = format!("{}, does not support {}", info.abi_version, info.missing().join(", "));
-            checks.push(Check::new("ABI version", Level::Warning, text).remedy("install a newer module"));
+            checks.push(Check::new("abi-version", Level::Warning, text).remedy("install a newer module"));
         }
-        Err(error) => checks.push(Check::new("ABI version", Level::Failure, error.to_string())),
+        Err(error) => checks.push(Check::new("abi-version", Level::Failure, error.to_string())),
     }
     checks.push(match device.providers() {
         Ok(providers) if providers.is_empty() => Check::new("providers", Level::Warning, "none")

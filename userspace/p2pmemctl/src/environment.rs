@@ -5,10 +5,19 @@
 use std::fs::DirEntry;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 use anyhow::{bail, Context as _};
 use p2pmem::{Client, Device, Provider};
 use serde::Serialize;
+
+/// Version of the JSON that the commands print: the member `schema`. It changes when a member is removed, or changes its
+/// name or meaning. New members do not change it.
+pub const SCHEMA: u32 = 1;
+
+/// Pause between two updates of the message of a running operation.
+const UPDATE: Duration = Duration::from_millis(200);
 
 /// Opens the device file of p2pmem.
 type Open = Box<dyn Fn() -> p2pmem::Result<Device>>;
@@ -61,6 +70,22 @@ pub struct Context<'a> {
     pub progress: bool,
     /// Receives the results.
     pub out: &'a mut dyn Write,
+    /// Receives messages: errors, remedies, hints.
+    pub err: &'a mut dyn Write,
+}
+
+/// A JSON object with the version of its members.
+#[derive(Serialize)]
+struct Document<'a, T> {
+    schema: u32,
+    #[serde(flatten)]
+    value: &'a T,
+}
+
+/// Returns an object as JSON, indented, with the version of its members.
+pub(crate) fn json_text(value: &impl Serialize) -> anyhow::Result<String> {
+    let document = Document { schema: SCHEMA, value };
+    serde_json::to_string_pretty(&document).context("cannot write JSON")
 }
 
 impl Context<'_> {
@@ -79,6 +104,14 @@ impl Context<'_> {
         Ok(Client::resolve_in(&self.environment.path("sys"), name)?)
     }
 
+    /// Returns all providers, or only the one with this id or device.
+    pub fn providers(&self, device: &Device, name: Option<&str>) -> anyhow::Result<Vec<Provider>> {
+        match name {
+            Some(name) => Ok(vec![self.provider(device, name)?]),
+            None => Ok(device.providers()?),
+        }
+    }
+
     /// Finds a provider by id or device.
     pub fn provider(&self, device: &Device, name: &str) -> anyhow::Result<Provider> {
         let providers = device.providers()?;
@@ -95,11 +128,24 @@ impl Context<'_> {
         }
     }
 
-    /// Prints a value as JSON, indented.
+    /// Prints an object as JSON, indented.
     pub fn print_json(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
-        let text = serde_json::to_string_pretty(value).context("cannot write JSON")?;
+        writeln!(self.out, "{}", json_text(value)?)?;
+        Ok(())
+    }
+
+    /// Prints an object as JSON in one line, so that a reader can process a stream of objects.
+    pub fn print_json_line(&mut self, value: &impl Serialize) -> anyhow::Result<()> {
+        let document = Document { schema: SCHEMA, value };
+        let text = serde_json::to_string(&document).context("cannot write JSON")?;
         writeln!(self.out, "{text}")?;
         Ok(())
+    }
+
+    /// Prints a hint on standard error.
+    pub fn hint(&mut self, text: &str) {
+        // If standard error is not writable, the hint has no reader.
+        let _ = writeln!(self.err, "{text}");
     }
 
     /// Returns a progress bar for `bytes`; hidden if standard error is no terminal.
@@ -107,11 +153,63 @@ impl Context<'_> {
         if !self.progress {
             return indicatif::ProgressBar::hidden();
         }
-        // The template is a constant; the default bar is the fallback if it were invalid.
-        let template = "{msg} [{bar:40}] {bytes}/{total_bytes} {bytes_per_sec}";
-        let style = indicatif::ProgressStyle::with_template(template)
-            .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar())
-            .progress_chars("=> ");
-        indicatif::ProgressBar::new(bytes).with_style(style).with_message(what)
+        let template = "{msg} [{bar:40}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}";
+        indicatif::ProgressBar::new(bytes)
+            .with_style(style(template).progress_chars("=> "))
+            .with_message(what)
     }
+
+    /// Runs an operation of unknown length. Until its end, standard error shows `what`, the elapsed time, and the text
+    /// that `state` returns, if standard error is a terminal.
+    pub fn waiting<T>(
+        &self,
+        what: String,
+        state: impl Fn() -> Option<String> + Send,
+        operation: impl FnOnce() -> T,
+    ) -> T {
+        if !self.progress {
+            return operation();
+        }
+        let bar = indicatif::ProgressBar::new_spinner().with_style(style("{spinner} {msg} ({elapsed})"));
+        bar.set_message(what.clone());
+        bar.enable_steady_tick(UPDATE);
+        let result = std::thread::scope(|scope| {
+            // Dropped after the operation, also if it panics; this ends the thread.
+            let (running, ended) = mpsc::channel::<()>();
+            let bar = &bar;
+            scope.spawn(move || {
+                while let Err(RecvTimeoutError::Timeout) = ended.recv_timeout(UPDATE) {
+                    if let Some(state) = state() {
+                        bar.set_message(format!("{what}: {state}"));
+                    }
+                }
+            });
+            let result = operation();
+            drop(running);
+            result
+        });
+        bar.finish_and_clear();
+        result
+    }
+}
+
+impl Context<'_> {
+    /// Runs an allocation. p2pmem clears the memory before it returns, which takes long for large buffers. Until the end,
+    /// standard error shows how much freed memory waits to be cleared, if standard error is a terminal.
+    pub fn allocating<T>(&self, size: u64, allocation: impl FnOnce() -> T) -> T {
+        // Another open file: calls through one file wait for each other.
+        let other = self.progress.then(|| self.open().ok()).flatten();
+        let dirty = move || {
+            let providers = other.as_ref()?.providers().ok()?;
+            let dirty: u64 = providers.iter().map(|provider| provider.scrubbing).sum();
+            (dirty > 0).then(|| format!("{} of freed memory to clear", p2pmem::human_size(dirty)))
+        };
+        let what = format!("allocating and clearing {}", p2pmem::human_size(size));
+        self.waiting(what, dirty, allocation)
+    }
+}
+
+/// Returns a style. Templates are constants; the default bar is the fallback if one is invalid.
+fn style(template: &str) -> indicatif::ProgressStyle {
+    indicatif::ProgressStyle::with_template(template).unwrap_or_else(|_| indicatif::ProgressStyle::default_bar())
 }

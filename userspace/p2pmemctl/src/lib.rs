@@ -4,6 +4,7 @@
 
 mod alloc;
 mod cli;
+mod completion;
 mod doctor;
 mod environment;
 mod events;
@@ -19,13 +20,17 @@ mod table;
 mod top;
 mod topo;
 
+use std::fmt;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 use clap::Parser;
 
-pub use cli::{Cli, Command};
-pub use environment::{Context, Environment};
+pub use cli::{Cli, Command, Shell};
+pub use completion::{complete, registration};
+pub use environment::{Context, Environment, SCHEMA};
+
+use table::{BAD, BOLD};
 
 /// Result of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,17 +53,34 @@ impl Outcome {
     }
 }
 
+/// An invalid combination of arguments that the parser of the command line cannot find: exit code 2.
+#[derive(Debug)]
+struct UsageError(String);
+
+impl fmt::Display for UsageError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for UsageError {}
+
 /// Runs the tool with the process's arguments, on this machine.
 pub fn main() -> ExitCode {
+    // Answers the shell and exits if the shell requests completions.
+    complete();
     let cli = Cli::parse();
-    let environment = Environment::of_this_machine(cli.device.clone());
-    let mut out = std::io::stdout().lock();
-    let tty = std::io::stderr().is_terminal();
+    cli.color.write_global();
+    let environment = Environment::of_this_machine(cli.dev_path.clone());
+    let mut out = anstream::stdout().lock();
+    // Not locked: the thread that draws progress bars writes too.
+    let mut err = anstream::stderr();
     let mut context = Context {
         environment: &environment,
         json: cli.json,
-        progress: tty && !cli.json,
+        progress: std::io::stderr().is_terminal() && !cli.json,
         out: &mut out,
+        err: &mut err,
     };
     ExitCode::from(exit_code(&mut context, &cli.command))
 }
@@ -75,6 +97,7 @@ pub fn exit_code(context: &mut Context<'_>, command: &Command) -> u8 {
             report(context, &error);
             match error.downcast_ref::<p2pmem::Error>() {
                 Some(p2pmem::Error::Request(_)) => 2,
+                _ if error.is::<UsageError>() => 2,
                 _ => 1,
             }
         }
@@ -101,15 +124,15 @@ fn report(context: &mut Context<'_>, error: &anyhow::Error) {
         // If the output is not writable, the exit code reports the error.
         let _ = context.print_json(&value);
     }
-    eprintln!("p2pmemctl: {text}");
+    context.hint(&format!("{BAD}p2pmemctl:{BAD:#} {text}"));
     if let Some(remedy) = remedy {
-        eprintln!("  remedy: {remedy}");
+        context.hint(&format!("  {BOLD}remedy:{BOLD:#} {remedy}"));
     }
 }
 
 fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> {
     match command {
-        Command::List => list::list(context),
+        Command::List(args) => list::list(context, args),
         Command::Stats(args) => list::stats(context, args),
         #[cfg(feature = "top")]
         Command::Top(args) => top::top(context, args),
@@ -124,6 +147,10 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Selftest(args) => selftest::selftest(context, args),
         Command::Events(args) => events::events(context, args),
         Command::Scan(args) => scan::scan(context, args),
-        Command::Doctor => doctor::doctor(context),
+        Command::Doctor(args) => doctor::doctor(context, args),
+        Command::Completions { shell } => {
+            registration(*shell, context.out)?;
+            Ok(Outcome::Done)
+        }
     }
 }

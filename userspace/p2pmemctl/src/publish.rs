@@ -13,7 +13,7 @@ fn admin(context: &Context<'_>) -> Admin {
 }
 
 pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::Result<Outcome> {
-    let client = context.client(&args.device_name)?;
+    let client = context.client(args.device.name())?;
     let publish = admin::Publish {
         bar: args.bar,
         offset: args.offset,
@@ -39,9 +39,19 @@ pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::
 }
 
 pub(crate) fn unpublish(context: &mut Context<'_>, args: &UnpublishArgs) -> anyhow::Result<Outcome> {
-    let client = context.client(&args.device_name)?;
+    let client = context.client(args.device.name())?;
     let unpublish = admin::Unpublish::new(client.addr()).reprobe(args.reprobe);
-    admin(context).unpublish(&unpublish)?;
+    // The removal waits for all users of the memory; the status names them.
+    let other = admin(context);
+    let addr = client.addr();
+    let status = move || {
+        let mut all = other.published().ok()?.into_iter();
+        let status = all.find(|published| published.addr == addr)?.status;
+        Some(status).filter(|status| !status.is_empty())
+    };
+    context.waiting(format!("removing {addr}"), status, || {
+        admin(context).unpublish(&unpublish)
+    })?;
     if context.json {
         context.print_json(&serde_json::json!({ "addr": client.addr(), "enabled": false }))?;
     } else {

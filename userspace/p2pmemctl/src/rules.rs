@@ -7,13 +7,14 @@ use std::path::{Path, PathBuf};
 use anyhow::{bail, Context as _};
 use p2pmem::admin::{self, Admin};
 use p2pmem::rules::{Loaded, Rule, RuleState, Rules, Usage};
-use p2pmem::{human_size, PciAddr};
+use p2pmem::PciAddr;
 use serde::Serialize;
 
 use crate::alloc::{render_explanation, request};
 use crate::cli::{ApplyArgs, RuleArgs, RulesCommand, RulesTestArgs};
 use crate::file::{self, File};
-use crate::table::{render, text};
+use crate::table::{cell, message, number, on_request, optional, text, Cell, Column, Row, Sizes, Table, TableArgs};
+use crate::table::{BAD, FAINT, GOOD, WARNING};
 use crate::{Context, Outcome};
 
 /// Folder of the files that `apply` and `rules load` read by default.
@@ -25,7 +26,7 @@ fn rules(context: &Context<'_>) -> Rules {
 
 pub(crate) fn run(context: &mut Context<'_>, command: &RulesCommand) -> anyhow::Result<Outcome> {
     match command {
-        RulesCommand::List => list(context),
+        RulesCommand::List { table } => list(context, table),
         RulesCommand::Add(args) => add(context, args),
         RulesCommand::Remove { names, force } => remove(context, names, *force),
         RulesCommand::Load { files, only } => {
@@ -37,65 +38,147 @@ pub(crate) fn run(context: &mut Context<'_>, command: &RulesCommand) -> anyhow::
     }
 }
 
-fn list(context: &mut Context<'_>) -> anyhow::Result<Outcome> {
+#[derive(Serialize)]
+struct List<'a, T> {
+    rules: &'a [T],
+}
+
+fn list(context: &mut Context<'_>, args: &TableArgs) -> anyhow::Result<Outcome> {
+    let Some(table) = args.of::<RuleState>(context)? else {
+        return Ok(Outcome::Done);
+    };
     let all = rules(context).list()?;
     if context.json {
-        context.print_json(&all)?;
+        context.print_json(&List { rules: &all })?;
     } else if all.is_empty() {
-        writeln!(
-            context.out,
-            "There are no rules: all members of group p2pmem may allocate from every provider."
-        )?;
+        context.hint("There are no rules: all members of group p2pmem may allocate from every provider.");
     } else {
-        let rows: Vec<_> = all.iter().map(row).collect();
-        let columns = ["NAME", "MATCHES", "SETS", "COUNTS", "STATUS"].map(text);
-        write!(context.out, "{}", render(&columns, &rows))?;
+        write!(context.out, "{}", table.render(&all))?;
+        let remarks: String = all.iter().filter(|state| has_remark(state)).map(remark).collect();
+        if !args.is_plain() && !remarks.is_empty() {
+            write!(context.out, "\n{remarks}")?;
+        }
     }
     Ok(Outcome::Done)
 }
 
-fn row(state: &RuleState) -> Vec<String> {
-    let rule = &state.rule;
-    let size = |bytes: Option<u64>| bytes.map(human_size);
-    let join = |parts: Vec<Option<String>>, none: &str| {
-        let said: Vec<String> = parts.into_iter().flatten().collect();
-        if said.is_empty() {
-            none.to_owned()
-        } else {
-            said.join(", ")
-        }
-    };
-    let matches = vec![
-        rule.provider.as_ref().map(|d| format!("provider {d}")),
-        rule.client.as_ref().map(|d| format!("client {d}")),
-        rule.uid.as_ref().map(|users| format!("uid {users}")),
-        rule.gid.map(|gid| format!("gid {gid}")),
-    ];
-    let sets = vec![
-        rule.action.map(|a| a.to_string()),
-        rule.max_class.map(|c| format!("max_class {c}")),
-        size(rule.quota).map(|b| format!("quota {b}")),
-        size(rule.group_quota).map(|b| format!("group_quota {b}")),
-        size(rule.reserve).map(|b| {
-            rule.reserve_for
-                .map_or_else(|| format!("reserve {b}"), |who| format!("reserve {b} for {who}"))
-        }),
-    ];
-    let counts = state.usage.iter().map(|usage| Some(describe(usage))).collect();
-    vec![
-        rule.name.clone(),
-        join(matches, "everything"),
-        join(sets, "nothing"),
-        join(counts, "-"),
-        state.status.clone(),
-    ]
+/// Returns whether the status of a rule says more than that the rule is in force.
+fn has_remark(state: &RuleState) -> bool {
+    state.status != "in force"
 }
 
-fn describe(usage: &Usage) -> String {
+fn remark(state: &RuleState) -> String {
+    format!("  {}: {}\n", state.rule.name, state.status)
+}
+
+impl Row for RuleState {
+    const COLUMNS: &'static [Column<Self>] = &[
+        text("NAME", "name of the rule", |state, _| cell(&state.rule.name)),
+        text(
+            "STATE",
+            "on, off, or on* for a rule in force with a remark",
+            |state, _| match (state.rule.enabled, has_remark(state)) {
+                (false, _) => cell("off").style(FAINT),
+                (true, true) => cell("on*").style(WARNING),
+                (true, false) => cell("on").style(GOOD),
+            },
+        ),
+        text("MATCHES", "what the rule applies to", |state, _| {
+            cell(matches(&state.rule))
+        }),
+        text("SETS", "what the rule limits", |state, sizes| {
+            cell(sets(&state.rule, sizes))
+        }),
+        text("COUNTS", "bytes that count under the rule", |state, sizes| {
+            let counts: Vec<_> = state.usage.iter().map(|usage| count(usage, sizes)).collect();
+            cell(counts.join(";"))
+        }),
+        on_request(text(
+            "DEVICE",
+            "device of the provider that the rule matches",
+            |state, _| optional(state.rule.provider.as_ref()),
+        )),
+        on_request(text("CLIENT", "client that the rule matches", |state, _| {
+            optional(state.rule.client.as_ref())
+        })),
+        on_request(text("UID", "users that the rule matches", |state, _| {
+            optional(state.rule.uid.as_ref())
+        })),
+        on_request(text("GID", "group that the rule matches", |state, _| {
+            optional(state.rule.gid)
+        })),
+        on_request(text("ACTION", "allow, deny, prefer, or avoid", |state, _| {
+            optional(state.rule.action)
+        })),
+        on_request(text("MAX-CLASS", "farthest path class", |state, _| {
+            optional(state.rule.max_class)
+        })),
+        on_request(number("QUOTA", "bytes that each user may hold", |state, sizes| {
+            limit(state.rule.quota, sizes)
+        })),
+        on_request(number(
+            "GROUP-QUOTA",
+            "bytes that the users may hold together",
+            |state, sizes| limit(state.rule.group_quota, sizes),
+        )),
+        on_request(number(
+            "RESERVE",
+            "bytes that are reserved in each provider",
+            |state, sizes| limit(state.rule.reserve, sizes),
+        )),
+        on_request(text("RESERVE-FOR", "beneficiary of the reserve", |state, _| {
+            optional(state.rule.reserve_for)
+        })),
+        on_request(message("STATUS", "the module's message about the rule", |state, _| {
+            cell(&state.status)
+        })),
+    ];
+}
+
+fn limit(bytes: Option<u64>, sizes: Sizes) -> Cell {
+    optional(bytes.map(|bytes| sizes.show(bytes)))
+}
+
+/// Joins the attributes that are set to one word.
+fn attributes<const N: usize>(all: [(&str, Option<String>); N]) -> String {
+    let set = all
+        .into_iter()
+        .filter_map(|(name, value)| Some(format!("{name}={}", value?)));
+    set.collect::<Vec<_>>().join(";")
+}
+
+fn matches(rule: &Rule) -> String {
+    let set = attributes([
+        ("provider", rule.provider.clone()),
+        ("client", rule.client.clone()),
+        ("uid", rule.uid.as_ref().map(ToString::to_string)),
+        ("gid", rule.gid.map(|gid| gid.to_string())),
+    ]);
+    if set.is_empty() {
+        "any".into()
+    } else {
+        set
+    }
+}
+
+fn sets(rule: &Rule, sizes: Sizes) -> String {
+    let size = |bytes: Option<u64>| bytes.map(|bytes| sizes.show(bytes));
+    attributes([
+        ("action", rule.action.map(|action| action.to_string())),
+        ("max_class", rule.max_class.map(|class| class.to_string())),
+        ("quota", size(rule.quota)),
+        ("group_quota", size(rule.group_quota)),
+        ("reserve", size(rule.reserve)),
+        ("reserve_for", rule.reserve_for.map(|who| who.to_string())),
+    ])
+}
+
+/// Returns the bytes that count under a rule, as one word.
+fn count(usage: &Usage, sizes: Sizes) -> String {
     match usage {
-        Usage::User { uid, bytes } => format!("uid {uid} {}", human_size(*bytes)),
-        Usage::Group { bytes } => format!("group {}", human_size(*bytes)),
-        Usage::Reserve { provider, bytes } => format!("provider {provider} {}", human_size(*bytes)),
+        Usage::User { uid, bytes } => format!("uid:{uid}={}", sizes.show(*bytes)),
+        Usage::Group { bytes } => format!("group={}", sizes.show(*bytes)),
+        Usage::Reserve { provider, bytes } => format!("provider:{provider}={}", sizes.show(*bytes)),
         _ => String::new(),
     }
 }
@@ -115,7 +198,7 @@ impl RuleArgs {
     fn rule(&self, context: &Context<'_>) -> anyhow::Result<Rule> {
         let device = |name: &Option<String>| name.as_deref().map(|name| file::device(context, name)).transpose();
         Ok(Rule {
-            provider: device(&self.provider)?.flatten(),
+            provider: device(&self.device)?.flatten(),
             client: device(&self.client)?.flatten(),
             uid: self.uid.as_deref().map(file::users).transpose()?,
             gid: self.gid.as_deref().map(file::group).transpose()?,
@@ -136,7 +219,7 @@ fn remove(context: &mut Context<'_>, names: &[String], force: bool) -> anyhow::R
     for name in names {
         let state = rules.get(name)?;
         if !force && !state.usage.is_empty() {
-            let counts: Vec<String> = state.usage.iter().map(describe).collect();
+            let counts: Vec<String> = state.usage.iter().map(|usage| count(usage, Sizes::Human)).collect();
             bail!(
                 "rule {name} has charges: {}; --force removes it and moves the charges to the next matching rules",
                 counts.join(", ")
@@ -233,6 +316,10 @@ fn save(context: &mut Context<'_>, path: Option<&Path>) -> anyhow::Result<Outcom
     let states = rules(context).list()?;
     let text = file::render(states.iter().map(|state| &state.rule))?;
     match path {
+        None if context.json => {
+            let rules: Vec<_> = states.iter().map(|state| &state.rule).collect();
+            context.print_json(&List { rules: &rules })?;
+        }
         None => context.out.write_all(text.as_bytes())?,
         Some(path) => {
             // Rename the new file over the old one, so that readers see one of the two, complete.
@@ -241,7 +328,11 @@ fn save(context: &mut Context<'_>, path: Option<&Path>) -> anyhow::Result<Outcom
             let new = PathBuf::from(new);
             std::fs::write(&new, &text).with_context(|| new.display().to_string())?;
             std::fs::rename(&new, path).with_context(|| path.display().to_string())?;
-            writeln!(context.out, "saved {} rules in {}", states.len(), path.display())?;
+            if context.json {
+                context.print_json(&serde_json::json!({ "saved": states.len(), "file": path }))?;
+            } else {
+                writeln!(context.out, "saved {} rules in {}", states.len(), path.display())?;
+            }
         }
     }
     Ok(Outcome::Done)
@@ -255,7 +346,7 @@ fn test(context: &mut Context<'_>, args: &RulesTestArgs) -> anyhow::Result<Outco
             Rule::check_name(&rule.name)?;
         }
         if context.json && args.size.is_none() {
-            context.print_json(&wanted)?;
+            context.print_json(&List { rules: &wanted })?;
         } else if !context.json {
             writeln!(context.out, "{} rules are well-formed", wanted.len())?;
         }
@@ -278,7 +369,7 @@ fn test(context: &mut Context<'_>, args: &RulesTestArgs) -> anyhow::Result<Outco
     if context.json {
         context.print_json(&explanation)?;
     } else {
-        write!(context.out, "{}", render_explanation(&explanation))?;
+        write!(context.out, "{}", render_explanation(&explanation, &Table::default()))?;
     }
     Ok(Outcome::of(explanation.errno.is_none()))
 }
@@ -335,7 +426,7 @@ pub(crate) fn apply(context: &mut Context<'_>, args: &ApplyArgs) -> anyhow::Resu
             writeln!(context.out, "{addr} was published already")?;
         }
         for failed in &applied.failed {
-            eprintln!("p2pmemctl: {failed}");
+            context.hint(&format!("{BAD}p2pmemctl:{BAD:#} {failed}"));
         }
     }
     Ok(Outcome::of(applied.failed.is_empty()))

@@ -7,6 +7,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::Command;
@@ -17,6 +18,7 @@ use nix::errno::Errno;
 use p2pmem::{Client, Device, Provider, Request};
 use p2pmem_near::{NEAR, REPORT};
 
+use crate::environment::json_text;
 use crate::{Context, Outcome};
 
 mod child;
@@ -128,16 +130,11 @@ fn with_later(context: &Context<'_>, mut providers: Vec<Provider>) -> Vec<Provid
 }
 
 /// Prints the summary on standard error, and writes it to the report.
-fn print(context: &Context<'_>, summary: &Summary, report: Option<File>) -> anyhow::Result<()> {
-    // If standard error is closed, nobody can read the summary.
-    let mut err = std::io::stderr().lock();
-    let _ = if context.json {
-        summary.write_json(&mut err)
-    } else {
-        summary.write_text(&mut err)
-    };
+fn print(context: &mut Context<'_>, summary: &Summary, report: Option<File>) -> anyhow::Result<()> {
+    let json = json_text(summary)?;
+    context.hint(&if context.json { json.clone() } else { summary.text() });
     match report {
-        Some(mut file) => summary.write_json(&mut file).context("cannot write the report"),
+        Some(mut file) => writeln!(file, "{json}").context("cannot write the report"),
         None => Ok(()),
     }
 }

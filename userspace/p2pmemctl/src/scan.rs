@@ -2,138 +2,193 @@
 
 //! `scan`: devices with memory, the sources of that memory, and devices that can use it.
 
-use p2pmem::human_size;
-use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, MemoryDevice, Source};
+use p2pmem::inventory::{Availability, Bar, DmaBufSupport, DmaClient, Inventory, MemoryDevice, Source};
 
 use crate::cli::ScanArgs;
-use crate::table::{dash, number, render, text};
+use crate::table::{self, cell, message, number, on_request, optional, text, Cell, Column, Row, FAINT, GOOD, WARNING};
 use crate::{Context, Outcome};
 
 pub(crate) fn scan(context: &mut Context<'_>, args: &ScanArgs) -> anyhow::Result<Outcome> {
+    // Only the requested table has the columns that are requested; both are checked if none are.
+    let (mut memory, mut clients) = (None, None);
+    if !args.clients || !args.table.selects() {
+        memory = args.table.of::<SourceRow>(context)?;
+    }
+    if args.clients || !args.table.selects() {
+        clients = args.table.of::<DmaClient>(context)?;
+    }
+    if memory.is_none() && clients.is_none() {
+        return Ok(Outcome::Done);
+    }
     // Without the module, or without access to it, the scan shows only the sources that are visible in sysfs.
     let providers = context.open().and_then(|device| Ok(device.providers()?)).ok();
     let providers: Option<Vec<_>> = providers.map(|all| all.iter().map(|provider| provider.addr).collect());
     let inventory = Inventory::read_in(&context.environment.root, providers.as_deref())?;
     if context.json {
         context.print_json(&inventory)?;
-    } else {
-        write!(context.out, "{}", render_inventory(&inventory, args.all))?;
+        return Ok(Outcome::Done);
     }
+    let memory = memory.map_or_else(String::new, |table| {
+        table.render(&source_rows(&inventory.memory_devices, args.all))
+    });
+    let clients = clients.map_or_else(String::new, |table| table.render(&inventory.clients));
+    if args.table.is_plain() {
+        write!(context.out, "{}", if args.clients { clients } else { memory })?;
+        return Ok(Outcome::Done);
+    }
+    let mut out = heading(&inventory);
+    out += "\nDevices with memory:\n";
+    out += if inventory.memory_devices.is_empty() {
+        "  none: no device has a 64-bit prefetchable BAR for memory or has published memory\n"
+    } else {
+        &memory
+    };
+    out += "\nDevices that can use it by DMA:\n";
+    out += if inventory.clients.is_empty() {
+        "  none: no storage, network or InfiniBand device and no accelerator\n"
+    } else {
+        &clients
+    };
+    write!(context.out, "{out}")?;
     Ok(Outcome::Done)
 }
 
-fn render_inventory(inventory: &Inventory, all: bool) -> String {
-    let mut out = String::new();
+/// Returns the columns of both tables, for the help.
+pub(crate) fn columns_help() -> String {
+    let memory = table::help::<SourceRow>("Columns of devices with memory");
+    let clients = table::help::<DmaClient>("Columns of devices that can use it, with --clients");
+    format!("{memory}\n\n{clients}")
+}
+
+fn heading(inventory: &Inventory) -> String {
     let module = match inventory.module.as_deref() {
         None => "not loaded".into(),
         Some("") => "loaded".to_owned(),
         Some(version) => format!("version {version}"),
     };
     let iommu = if inventory.iommu { "active" } else { "none" };
-    out += &format!("Kernel {}, module p2pmem {module}, IOMMU {iommu}\n", inventory.kernel);
-    out += "\nDevices with memory:\n";
-    if inventory.memory_devices.is_empty() {
-        out += "  none: no device has a 64-bit prefetchable BAR for memory or has published memory\n";
-    } else {
-        out += &render_memory_devices(&inventory.memory_devices, all);
-    }
-    out += "\nDevices that can use it by DMA:\n";
-    if inventory.clients.is_empty() {
-        out += "  none: no storage, network or InfiniBand device and no accelerator\n";
-    } else {
-        out += &render_clients(&inventory.clients);
-    }
-    out
+    format!("Kernel {}, module p2pmem {module}, IOMMU {iommu}\n", inventory.kernel)
 }
 
-fn render_memory_devices(memory_devices: &[MemoryDevice], all: bool) -> String {
-    let columns = [
-        text("DEVICE"),
-        text("ID"),
-        text("DRIVER"),
-        text("BAR"),
-        number("SIZE"),
-        number("RESIZABLE"),
-        text("SOURCE"),
-        text("USABLE"),
-        text("MISSING"),
-        text("DETAIL"),
-    ];
-    let mut rows = Vec::new();
-    for memory_device in memory_devices {
+/// A source of a device's memory.
+pub(crate) struct SourceRow {
+    memory_device: MemoryDevice,
+    source: Source,
+}
+
+fn source_rows(memory_devices: &[MemoryDevice], all: bool) -> Vec<SourceRow> {
+    let rows = memory_devices.iter().flat_map(|memory_device| {
         let best = memory_device.best();
-        let sources = memory_device
-            .sources
-            .iter()
-            .filter(|source| all || source.availability != Availability::Unavailable || Some(*source) == best);
-        for source in sources {
-            let mut row = identity(memory_device);
-            row.extend([
-                source.backend.to_string(),
-                source.availability.to_string(),
-                missing(source),
-                source.detail.clone(),
-            ]);
-            rows.push(row);
-        }
-    }
-    render(&columns, &rows)
-}
-
-/// Returns the capabilities that the source misses, as one token.
-fn missing(source: &Source) -> String {
-    let names: Vec<_> = source.missing.iter().map(ToString::to_string).collect();
-    dash(Some(names.join(",")).filter(|names| !names.is_empty()))
-}
-
-/// Returns the cells that describe the device.
-fn identity(memory_device: &MemoryDevice) -> Vec<String> {
-    let device = &memory_device.device;
-    let bar = memory_device
-        .memory_bar()
-        .or_else(|| memory_device.bars.iter().max_by_key(|bar| bar.size));
-    let size = memory_device.pool.map(|pool| pool.size).or(bar.map(|bar| bar.size));
-    vec![
-        device.addr.to_string(),
-        format!("{:04x}:{:04x}", device.vendor, device.device),
-        dash(device.driver.as_ref()),
-        dash(bar.map(|bar| bar.index)),
-        dash(size.map(human_size)),
-        dash(bar.and_then(|bar| bar.resizable_to).map(human_size)),
-    ]
-}
-
-fn render_clients(clients: &[DmaClient]) -> String {
-    let columns = [
-        text("DEVICE"),
-        text("NAMES"),
-        text("DRIVER"),
-        text("NUMA"),
-        text("DMABUF"),
-    ];
-    let rows: Vec<_> = clients
-        .iter()
-        .map(|client| {
-            let device = &client.device;
-            let names = if device.names.is_empty() {
-                "-".into()
-            } else {
-                device.names.join(",")
-            };
-            vec![
-                device.addr.to_string(),
-                names,
-                dash(device.driver.as_ref()),
-                dash(device.numa_node),
-                match client.dma_bufs {
-                    None => "-",
-                    Some(DmaBufSupport::Revocable) => "revocable",
-                    Some(DmaBufSupport::Pinned) => "pinned",
-                    Some(_) => "unknown",
-                }
-                .into(),
-            ]
+        let sources = memory_device.sources.iter();
+        let shown = sources
+            .filter(move |source| all || source.availability != Availability::Unavailable || Some(*source) == best);
+        shown.map(|source| SourceRow {
+            memory_device: memory_device.clone(),
+            source: source.clone(),
         })
-        .collect();
-    render(&columns, &rows)
+    });
+    rows.collect()
+}
+
+impl SourceRow {
+    fn bar(&self) -> Option<&Bar> {
+        let all = || self.memory_device.bars.iter().max_by_key(|bar| bar.size);
+        self.memory_device.memory_bar().or_else(all)
+    }
+}
+
+/// Joins names to one word.
+fn list_of(names: &[impl ToString]) -> String {
+    let names: Vec<_> = names.iter().map(ToString::to_string).collect();
+    names.join(",")
+}
+
+fn usable(availability: Availability) -> Cell {
+    cell(availability).style(match availability {
+        Availability::Ready => GOOD,
+        Availability::Possible => WARNING,
+        _ => FAINT,
+    })
+}
+
+impl Row for SourceRow {
+    const COLUMNS: &'static [Column<Self>] = &[
+        text("DEVICE", "PCI address of the device", |row, _| {
+            cell(row.memory_device.device.addr)
+        }),
+        text("PCI-ID", "vendor and device id", |row, _| {
+            let device = &row.memory_device.device;
+            cell(format!("{:04x}:{:04x}", device.vendor, device.device))
+        }),
+        text("DRIVER", "driver of the device", |row, _| {
+            optional(row.memory_device.device.driver.as_ref())
+        }),
+        text("BAR", "number of the BAR", |row, _| {
+            optional(row.bar().map(|bar| bar.index))
+        }),
+        number(
+            "SIZE",
+            "size of the published memory, or else of the BAR",
+            |row, sizes| {
+                let published = row.memory_device.pool.map(|pool| pool.size);
+                let size = published.or_else(|| row.bar().map(|bar| bar.size));
+                optional(size.map(|size| sizes.show(size)))
+            },
+        ),
+        number(
+            "RESIZABLE",
+            "largest size of the BAR, if it is resizable",
+            |row, sizes| {
+                let largest = row.bar().and_then(|bar| bar.resizable_to);
+                optional(largest.map(|size| sizes.show(size)))
+            },
+        ),
+        text("SOURCE", "interface that hands out the memory", |row, _| {
+            cell(row.source.backend)
+        }),
+        text(
+            "USABLE",
+            "ready, possible after a step of the administrator, or no",
+            |row, _| usable(row.source.availability),
+        ),
+        on_request(text("NUMA", "NUMA node of the device", |row, _| {
+            optional(row.memory_device.device.numa_node)
+        })),
+        text(
+            "MISSING",
+            "capabilities that the source does not have, separated by commas",
+            |row, _| cell(list_of(&row.source.missing)),
+        ),
+        message("DETAIL", "how to use the source, or why it cannot be used", |row, _| {
+            cell(&row.source.detail)
+        }),
+    ];
+}
+
+impl Row for DmaClient {
+    const COLUMNS: &'static [Column<Self>] = &[
+        text("DEVICE", "PCI address of the device", |client, _| {
+            cell(client.device.addr)
+        }),
+        text("NAMES", "names of the device, separated by commas", |client, _| {
+            cell(list_of(&client.device.names))
+        }),
+        text("DRIVER", "driver of the device", |client, _| {
+            optional(client.device.driver.as_ref())
+        }),
+        text("NUMA", "NUMA node of the device", |client, _| {
+            optional(client.device.numa_node)
+        }),
+        text(
+            "DMABUF",
+            "how the driver registers dma-bufs: revocable, pinned, or unknown",
+            |client, _| {
+                optional(client.dma_bufs.map(|support| match support {
+                    DmaBufSupport::Revocable => "revocable",
+                    DmaBufSupport::Pinned => "pinned",
+                    _ => "unknown",
+                }))
+            },
+        ),
+    ];
 }

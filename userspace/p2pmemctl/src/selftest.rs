@@ -14,7 +14,7 @@ use p2pmem::{
 use serde::Serialize;
 
 use crate::cli::SelftestArgs;
-use crate::table::{number, render, text};
+use crate::table::{cell, number, optional, text, Column, Row, Table, BAD, GOOD};
 use crate::{Context, Outcome};
 
 /// Maximum number of bytes without --size: reads from a BAR are slow.
@@ -127,13 +127,13 @@ struct PatternReport {
 
 pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow::Result<Outcome> {
     let device = context.open()?;
-    let provider = context.provider(&device, &args.provider)?;
+    let provider = context.provider(&device, args.device.name())?;
     let size = args.size.unwrap_or(provider.largest.min(DEFAULT_MAX));
     if size == 0 {
         bail!("provider {} has no free memory to test", provider.id);
     }
     let nic = args.nic.as_deref().map(open_nic).transpose()?;
-    let buffer = device.alloc(&Request::new(size).provider(provider.id))?;
+    let buffer = context.allocating(size, || device.alloc(&Request::new(size).provider(provider.id)))?;
     let mapping = buffer.map()?;
     let bar = context.progress_bar("testing", 2 * PATTERNS.len() as u64 * buffer.size());
     let mut patterns = Vec::new();
@@ -330,33 +330,35 @@ fn test(
     })
 }
 
+impl Row for PatternReport {
+    const COLUMNS: &'static [Column<Self>] = &[
+        text("PATTERN", "name of the pattern", |p, _| cell(p.pattern)),
+        number("WRITE-MB/s", "bandwidth of writes", |p, _| {
+            cell(format!("{:.1}", p.write_mb_per_s))
+        }),
+        number("READ-MB/s", "bandwidth of reads", |p, _| {
+            cell(format!("{:.1}", p.read_mb_per_s))
+        }),
+        text("RESULT", "ok or WRONG", |p, _| match p.first_wrong {
+            None => cell("ok").style(GOOD),
+            Some(_) => cell("WRONG").style(BAD),
+        }),
+        number("WRONG-WORDS", "number of words with another value", |p, _| {
+            cell(p.wrong_words)
+        }),
+        text("FIRST-WRONG", "offset of the first of them in bytes", |p, _| {
+            optional(p.first_wrong.map(|at| format!("{at:#x}")))
+        }),
+    ];
+}
+
 fn render_report(report: &Report) -> String {
-    let rows: Vec<_> = report
-        .patterns
-        .iter()
-        .map(|p| {
-            let verdict = match p.first_wrong {
-                None => "ok".to_owned(),
-                Some(at) => format!("WRONG: {} words, the first at byte {at:#x}", p.wrong_words),
-            };
-            vec![
-                p.pattern.to_owned(),
-                format!("{:.1}", p.write_mb_per_s),
-                format!("{:.1}", p.read_mb_per_s),
-                verdict,
-            ]
-        })
-        .collect();
-    let table = render(
-        &[
-            text("PATTERN"),
-            number("WRITE MB/s"),
-            number("READ MB/s"),
-            text("RESULT"),
-        ],
-        &rows,
-    );
-    let verdict = if report.ok { "passed" } else { "FAILED" };
+    let table = Table::default().render(&report.patterns);
+    let verdict = if report.ok {
+        format!("{GOOD}passed{GOOD:#}")
+    } else {
+        format!("{BAD}FAILED{BAD:#}")
+    };
     let registration = match &report.registration {
         None => String::new(),
         Some(RegistrationReport {

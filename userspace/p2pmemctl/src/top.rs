@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context as _};
-use p2pmem::{human_size, Device, Holder, Info, PciAddr, Provider, Stats};
+use p2pmem::{human_size, short_size, Device, Holder, Info, PciAddr, Provider, Stats};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, KeyModifiers};
 use ratatui::layout::{Alignment, Constraint, Layout};
 use ratatui::style::{Modifier, Style};
@@ -77,12 +77,12 @@ impl Samples {
             Cell::from(provider.addr.to_string()),
             Cell::from(provider.state.to_string()),
             Cell::from(bar(used, provider.size)),
-            number(human_size(used)),
-            number(human_size(provider.size)),
+            number(short_size(used)),
+            number(short_size(provider.size)),
             number(provider.buffers.to_string()),
             number(provider.exports.to_string()),
             count(|s| s.allocs),
-            number(bytes.map_or_else(|| "-".to_owned(), |bytes| human_size(bytes as u64))),
+            number(bytes.map_or_else(|| "-".to_owned(), |bytes| short_size(bytes as u64))),
             count(|s| s.frees),
             count(|s| s.failed),
         ])
@@ -179,7 +179,7 @@ fn holder_table(all: &[(PciAddr, Holder)]) -> Table<'static> {
                 Cell::from(holder.owner.clone()),
                 Cell::from(addr.to_string()),
                 number(holder.buffers.to_string()),
-                number(human_size(holder.size)),
+                number(short_size(holder.size)),
             ])
         })
         .collect();
@@ -306,27 +306,21 @@ mod tests {
         let half = format!("[{}{}]", "|".repeat(10), " ".repeat(10));
         assert!(lines[3].contains(&half), "{lines:#?}");
         let (_, numbers) = lines[3].split_once(']').unwrap();
-        assert_eq!(
-            words(numbers),
-            ["128", "MiB", "256", "MiB", "2", "0", "1.0", "64", "MiB", "0", "0"]
-        );
+        assert_eq!(words(numbers), ["128M", "256M", "2", "0", "1.0", "64M", "0", "0"]);
         assert!(
             lines[4].contains("0000:08:00.0") && lines[5].contains("0000:05:00.0"),
             "{lines:#?}"
         );
         let (_, numbers) = lines[4].split_once(']').unwrap();
-        assert_eq!(
-            words(numbers)[2..],
-            ["64", "MiB", "0", "0", "0.5", "2", "KiB", "0.5", "0"]
-        );
+        assert_eq!(words(numbers)[1..], ["64M", "0", "0", "0.5", "2K", "0.5", "0"]);
         assert_eq!(words(&lines[7]), ["HOLDER", "DEVICE", "BUFFERS", "SIZE"]);
         assert_eq!(
             words(&lines[8]),
-            ["pid", "812", "(trainer)", "0000:03:00.0", "2", "128", "MiB"]
+            ["pid", "812", "(trainer)", "0000:03:00.0", "2", "128M"]
         );
         assert_eq!(
             words(&lines[9]),
-            ["pid", "9", "(ib_write_bw)", "0000:08:00.0", "1", "4", "KiB"]
+            ["pid", "9", "(ib_write_bw)", "0000:08:00.0", "1", "4K"]
         );
         assert_eq!(lines[15], "q: quit");
         drop(keep);
@@ -338,7 +332,7 @@ mod tests {
         let now = Sample::take(&fake.device(), Duration::ZERO).unwrap();
         let lines = screen(&Samples { before: None, now }, 132, 14);
         let (_, numbers) = lines[3].split_once(']').unwrap();
-        assert_eq!(words(numbers)[6..], ["-", "-", "-", "-"], "{lines:#?}");
+        assert_eq!(words(numbers)[4..], ["-", "-", "-", "-"], "{lines:#?}");
         // The fake device does not report owners, like the kernel for unprivileged users.
         assert!(lines.iter().any(|line| line.contains("Run as root")), "{lines:#?}");
     }

@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn invalid_arguments_are_exit_code_2_with_a_reason() {
-    let cases: [(&[&str], &str); 9] = [
+    let cases: [(&[&str], &str); 12] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),
@@ -24,12 +24,15 @@ fn invalid_arguments_are_exit_code_2_with_a_reason() {
             "use one of DEV, SW, SWS, PHB, NODE, SYS",
         ),
         (
-            &["alloc", "4K", "--provider", "1", "--prefer", "2"],
+            &["alloc", "4K", "--device", "1", "--prefer", "2"],
             "cannot be used with",
         ),
         (&["alloc", "4K", "--fill", "256"], "specify a byte"),
         (&["publish", "03:00.0", "--bar", "6"], "6 is not in 0..6"),
         (&["events", "--timeout", "never"], "specify a number of seconds"),
+        (&["publish"], "<DEVICE|--device <DEVICE>>"),
+        (&["publish", "03:00.0", "--device", "03:00.0"], "cannot be used with"),
+        (&["list", "--output", "WEIGHT"], "there is no column"),
     ];
     for (args, words) in cases {
         let (code, out, err) = run(args);
@@ -40,28 +43,71 @@ fn invalid_arguments_are_exit_code_2_with_a_reason() {
 
 #[test]
 fn without_the_module_the_error_has_a_remedy() {
-    let (code, out, err) = run(&["list", "--device", "/nonexistent/p2pmem"]);
+    let (code, out, err) = run(&["list", "--dev-path", "/nonexistent/p2pmem"]);
     assert_eq!((code, out.as_str()), (1, ""));
     assert_eq!(
         err,
         "p2pmemctl: cannot open /nonexistent/p2pmem: No such file or directory (ENOENT)\n  \
          remedy: load the module: modprobe p2pmem\n"
     );
-    let (code, out, _) = run(&["list", "--device", "/nonexistent/p2pmem", "--json"]);
+    let (code, out, _) = run(&["list", "--dev-path", "/nonexistent/p2pmem", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!((code, &json["errno"]), (1, &2.into()));
 }
 
 #[test]
 fn another_device_is_refused() {
-    let (code, _, err) = run(&["list", "--device", "/dev/null"]);
+    let (code, _, err) = run(&["list", "--dev-path", "/dev/null"]);
     assert_eq!(code, 1);
     assert!(err.contains("ENOTTY") && err.contains("remedy"), "{err}");
 }
 
 #[test]
 fn doctor_works_on_any_machine() {
-    let (code, out, _) = run(&["doctor", "--device", "/nonexistent/p2pmem"]);
+    let (code, out, _) = run(&["doctor", "--dev-path", "/nonexistent/p2pmem"]);
     assert_eq!(code, 1);
-    assert!(out.contains("FAIL  device") && out.contains("IOMMU"), "{out}");
+    assert!(out.contains("FAIL   device") && out.contains("iommu"), "{out}");
+}
+
+#[test]
+fn the_variable_selects_the_device_file() {
+    let output = Command::cargo_bin("p2pmemctl")
+        .unwrap()
+        .arg("list")
+        .env("P2PMEM_DEV_PATH", "/nonexistent/other")
+        .output()
+        .unwrap();
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(err.contains("cannot open /nonexistent/other"), "{err}");
+}
+
+#[test]
+fn colors_are_for_terminals() {
+    let colored = |variables: &[(&str, &str)], args: &[&str]| {
+        let mut command = Command::cargo_bin("p2pmemctl").unwrap();
+        command
+            .args(["list", "--list-columns"])
+            .args(args)
+            .env_remove("NO_COLOR")
+            .env_remove("CLICOLOR_FORCE");
+        let output = command.envs(variables.iter().copied()).output().unwrap();
+        String::from_utf8(output.stdout).unwrap().contains('\u{1b}')
+    };
+    // The output is a pipe.
+    assert!(!colored(&[], &[]));
+    assert!(colored(&[], &["--color", "always"]));
+    assert!(colored(&[("CLICOLOR_FORCE", "1")], &[]));
+    assert!(!colored(&[("NO_COLOR", "1")], &[]));
+    assert!(!colored(&[("CLICOLOR_FORCE", "1")], &["--color", "never"]));
+}
+
+#[test]
+fn the_program_answers_shells() {
+    let mut command = Command::cargo_bin("p2pmemctl").unwrap();
+    command
+        .env("COMPLETE", "bash")
+        .env("_CLAP_COMPLETE_INDEX", "1")
+        .env("_CLAP_IFS", "\n");
+    let output = command.args(["--", "p2pmemctl", "unp"]).output().unwrap();
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), "unpublish");
 }

@@ -56,30 +56,47 @@ impl Machine {
 
     /// Runs the tool; returns its exit code and output.
     fn run(&self, args: &[&str]) -> (u8, String) {
+        let (code, out, _) = self.run_all(args);
+        (code, out)
+    }
+
+    /// Runs the tool; returns its exit code, output, and messages, without colors.
+    fn run_all(&self, args: &[&str]) -> (u8, String, String) {
+        let (code, out, err) = self.run_styled(args);
+        let plain = |text: String| anstream::adapter::strip_str(&text).to_string();
+        (code, plain(out), plain(err))
+    }
+
+    fn run_styled(&self, args: &[&str]) -> (u8, String, String) {
         let cli = Cli::try_parse_from(std::iter::once("p2pmemctl").chain(args.iter().copied())).expect("good usage");
         let fake = self.fake.clone();
         let environment = Environment {
             root: self.root().to_owned(),
             open: Box::new(move || Ok(fake.device())),
         };
-        let mut out = Vec::new();
+        let (mut out, mut err) = (Vec::new(), Vec::new());
         let mut context = Context {
             environment: &environment,
             json: cli.json,
             progress: false,
             out: &mut out,
+            err: &mut err,
         };
         let code = exit_code(&mut context, &cli.command);
-        (code, String::from_utf8(out).unwrap())
+        (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
     }
 
     fn json(&self, args: &[&str]) -> (u8, Value) {
         let (code, out) = self.run(&[args, &["--json"]].concat());
-        (
-            code,
-            serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}")),
-        )
+        (code, document(&out))
     }
+}
+
+/// Reads a JSON document, which has the version of its members.
+fn document(text: &str) -> Value {
+    let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
+    assert_eq!(value["schema"], p2pmemctl::SCHEMA, "{value}");
+    value
 }
 
 #[test]
@@ -88,10 +105,10 @@ fn list_shows_providers_aligned() {
     let (code, out) = machine.run(&["list"]);
     assert_eq!(code, 0);
     let expected = "\
-ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  LARGEST  BUFFERS  DMABUFS  PINNED
- 1  0000:03:00.0  own      paged  live   p2pmem  2+0x0  -     256 MiB  256 MiB  256 MiB        0        0       -
- 2  0000:08:00.0  own      paged  live   p2pmem  2+0x0  -      64 MiB   64 MiB   64 MiB        0        0       -
- 3  0000:05:00.0  adopted  paged  live   nvme    -      -      32 MiB   32 MiB   32 MiB        0        0       -
+ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA  SIZE  FREE  LARGEST  BUFFERS  DMABUFS  PINNED
+ 1  0000:03:00.0  own      paged  live   p2pmem  2+0x0  -     256M  256M     256M        0        0      0B
+ 2  0000:08:00.0  own      paged  live   p2pmem  2+0x0  -      64M   64M      64M        0        0      0B
+ 3  0000:05:00.0  adopted  paged  live   nvme    -      -      32M   32M      32M        0        0      0B
 ";
     assert_eq!(out, expected);
     let (_, json) = machine.json(&["list"]);
@@ -100,14 +117,178 @@ ID  DEVICE        KIND     MODE   STATE  DRIVER  BAR    NUMA     SIZE     FREE  
 }
 
 #[test]
+fn columns_are_selected_as_lsblk_does() {
+    let machine = machine(Fake::example());
+    for (options, expected) in [
+        (
+            &["-n", "-o", "device,size"][..],
+            "0000:03:00.0  256M\n0000:08:00.0   64M\n0000:05:00.0   32M\n",
+        ),
+        (&["-nb", "-o", "FREE", "--device", "nvme1"], "33554432\n"),
+        (&["--bytes", "--output=ID,USED", "--device=2"], "ID  USED\n 2     0\n"),
+        (&["-o", "ID,SIZE", "--device", "3"], "ID  SIZE\n 3   32M\n"),
+    ] {
+        let (code, out, err) = machine.run_all(&[&["list"], options].concat());
+        assert_eq!((code, out.as_str(), err.as_str()), (0, expected, ""), "{options:?}");
+    }
+    let (_, out) = machine.run(&["list", "-o", "+USE%"]);
+    assert!(out.lines().next().unwrap().ends_with("DMABUFS  PINNED  USE%"), "{out}");
+    let (code, out, err) = machine.run_all(&["list", "-o", "SIZE,WEIGHT"]);
+    assert_eq!((code, out.as_str()), (2, ""));
+    assert!(
+        err.contains("there is no column \"WEIGHT\": use some of ID, DEVICE"),
+        "{err}"
+    );
+    let (code, _, err) = machine.run_all(&["list", "-J", "-o", "SIZE"]);
+    assert!(code == 2 && err.contains("JSON has all fields"), "{err}");
+}
+
+/// The commands that print tables, with arguments that need nothing else.
+const TABLES: [&[&str]; 8] = [
+    &["list"],
+    &["topo", "--list"],
+    &["stats"],
+    &["scan"],
+    &["scan", "--clients"],
+    &["doctor"],
+    &["explain", "1M"],
+    &["events", "--timeout", "0"],
+];
+
+#[test]
+fn cells_of_all_tables_are_words() {
+    let machine = machine(Fake::example());
+    for command in TABLES {
+        let (_, names) = machine.run(&[command, &["-nH"]].concat());
+        let columns: Vec<Vec<&str>> = names.lines().map(|line| line.split_whitespace().collect()).collect();
+        assert!(columns.len() > 3, "{command:?}: {names}");
+        // All columns but those of messages, which may have spaces.
+        let messages = ["DETAIL", "FOUND", "MESSAGE", "REMEDY", "VERDICT"];
+        let words: Vec<_> = columns
+            .iter()
+            .map(|c| c[0])
+            .filter(|name| !messages.contains(name))
+            .collect();
+        let (_, out) = machine.run(&[command, &["-o", &words.join(",")]].concat());
+        let mut lines = out.lines();
+        assert_eq!(
+            lines.next().unwrap().split_whitespace().collect::<Vec<_>>(),
+            words,
+            "{command:?}"
+        );
+        for line in lines {
+            assert_eq!(line.split_whitespace().count(), words.len(), "{command:?}: {line}");
+            assert_eq!(line, line.trim_end());
+        }
+        // A message is the last default column, so that the cells before can be cut.
+        let default: Vec<_> = columns.iter().filter(|c| c[1] == "yes").map(|c| c[0]).collect();
+        let (_, rest) = default.split_last().unwrap();
+        assert!(
+            rest.iter().all(|name| !messages.contains(name)),
+            "{command:?}: {default:?}"
+        );
+        // Without a header, there is nothing but rows.
+        let (_, out, err) = machine.run_all(&[command, &["-n"]].concat());
+        let rows = machine.run(&[command, &["-n", "-o", words[0]]].concat()).1;
+        assert_eq!(out.lines().count(), rows.lines().count(), "{command:?}: {out}");
+        assert_eq!(err, "", "{command:?}");
+    }
+}
+
+#[test]
+fn rules_are_words_and_remarks_follow() {
+    let machine = machine(Fake::example());
+    let rule = |name: &str, set: &[(&str, &str)]| {
+        let folder = machine.root().join("sys/kernel/config/p2pmem/rules").join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for attribute in [
+            "provider",
+            "client",
+            "uid",
+            "gid",
+            "action",
+            "max_class",
+            "quota",
+            "group_quota",
+            "reserve",
+            "reserve_for",
+        ] {
+            fs::write(folder.join(attribute), "none\n").unwrap();
+        }
+        for (attribute, value) in [("enable", "1"), ("status", "in force"), ("usage", "")]
+            .iter()
+            .chain(set)
+        {
+            fs::write(folder.join(attribute), format!("{value}\n")).unwrap();
+        }
+    };
+    let usage = [
+        ("uid", "1000,2000-2999"),
+        ("quota", "33554432"),
+        ("usage", "uid 1000 4096\nuid 2001 8192"),
+    ];
+    rule("10-users", &usage);
+    let never = "in force, but its action never decides: 05-x always comes first";
+    rule(
+        "20-deny",
+        &[
+            ("provider", "0000:03:00.0"),
+            ("gid", "7"),
+            ("action", "deny"),
+            ("status", never),
+        ],
+    );
+    rule(
+        "30-off",
+        &[("enable", "0"), ("status", "not in force: write 1 to enable")],
+    );
+    let (code, out) = machine.run(&["rules", "list"]);
+    let expected = format!(
+        "\
+NAME      STATE  MATCHES                      SETS         COUNTS
+10-users  on     uid=1000,2000-2999           quota=32M    uid:1000=4K;uid:2001=8K
+20-deny   on*    provider=0000:03:00.0;gid=7  action=deny  -
+30-off    off    any                          -            -
+
+  20-deny: {never}
+  30-off: not in force: write 1 to enable
+"
+    );
+    assert_eq!((code, out), (0, expected));
+    let (_, out) = machine.run(&["rules", "list", "-nbo", "uid,quota,device,STATUS"]);
+    let expected = format!(
+        "1000,2000-2999  33554432  -             in force\n\
+         -                      -  0000:03:00.0  {never}\n\
+         -                      -  -             not in force: write 1 to enable\n"
+    );
+    assert_eq!(out, expected);
+    let (_, json) = machine.json(&["rules", "list"]);
+    assert_eq!(json["rules"][1]["action"], "deny");
+    let (_, json) = machine.json(&["rules", "save"]);
+    assert_eq!(json["rules"][0]["quota"], 32 << 20);
+}
+
+#[test]
+fn colors_are_in_cells_and_messages_alone() {
+    let machine = machine(Fake::example());
+    let (_, out, _) = machine.run_styled(&["list"]);
+    assert!(out.contains("\u{1b}[32mlive\u{1b}[0m"), "{out:?}");
+    assert!(out.starts_with("\u{1b}[1mID\u{1b}[0m  "), "{out:?}");
+    let (_, _, err) = machine.run_styled(&["alloc", "1T"]);
+    assert!(err.starts_with("\u{1b}[1m\u{1b}[31mp2pmemctl:\u{1b}[0m "), "{err:?}");
+    for command in [&["list"][..], &["doctor"], &["topo"], &["alloc", "1T"]] {
+        let (_, out, _) = machine.run_styled(&[command, &["--json"]].concat());
+        assert!(!out.contains('\u{1b}'), "{command:?}: {out:?}");
+    }
+}
+
+#[test]
 fn lists_without_providers_have_a_hint() {
     let machine = machine(Fake::new());
     for command in ["list", "topo"] {
-        let (code, out) = machine.run(&[command]);
-        assert_eq!(
-            (code, out.as_str()),
-            (0, "There are no providers. Make one: p2pmemctl publish DEVICE\n")
-        );
+        let (code, out, err) = machine.run_all(&[command]);
+        assert_eq!((code, out.as_str()), (0, ""));
+        assert_eq!(err, "There are no providers. Make one: p2pmemctl publish DEVICE\n");
     }
 }
 
@@ -117,10 +298,10 @@ fn topo_finds_clients_and_prints_the_matrix() {
     let (code, out) = machine.run(&["topo"]);
     assert_eq!(code, 0);
     let expected = "\
-ID  PROVIDER      nvme0  nvme1  0000:0a:00.0  NUMA
- 1  0000:03:00.0  SW 4   SW 4   --            -
- 2  0000:08:00.0  PHB 6  PHB 6  --            -
- 3  0000:05:00.0  SW 4   X      --            -
+ID  DEVICE        nvme0  nvme1  0000:0a:00.0  NUMA
+ 1  0000:03:00.0  SW:4   SW:4   --            -
+ 2  0000:08:00.0  PHB:6  PHB:6  --            -
+ 3  0000:05:00.0  SW:4   X      --            -
 
 Clients:
   nvme0      0000:04:00.0
@@ -150,6 +331,15 @@ fn topo_accepts_names_and_prints_json() {
     assert_eq!(json["paths"].as_array().unwrap().len(), 6);
     let (code, out) = machine.run(&["topo", "nvme9"]);
     assert_eq!((code, out.as_str()), (1, ""));
+    let (_, out) = machine.run(&["topo", "nvme0", "nvme1", "--device", "3", "--list"]);
+    let expected = "\
+ID  DEVICE        CLIENT  ADDRESS       CLASS  HOPS  BANDWIDTH  ACS
+ 3  0000:05:00.0  nvme0   0000:04:00.0  SW        4      15754  no
+ 3  0000:05:00.0  nvme1   0000:05:00.0  X         0      15754  no
+";
+    assert_eq!(out, expected);
+    let (_, out) = machine.run(&["topo", "nvme0", "-n", "--device", "1"]);
+    assert_eq!(out, " 1  0000:03:00.0  SW:4  -\n".trim_start());
 }
 
 #[test]
@@ -166,7 +356,7 @@ fn alloc_reports_the_location_and_frees_the_buffer() {
         out.starts_with("16 MiB in provider 3 (0000:05:00.0), farthest path: SW"),
         "no link at all to nvme1: {out}"
     );
-    let (_, json) = machine.json(&["alloc", "5000", "--provider", "0000:08:00.0"]);
+    let (_, json) = machine.json(&["alloc", "5000", "--device", "0000:08:00.0"]);
     assert_eq!((&json["provider"], &json["size"]), (&2.into(), &8192.into()));
     assert_eq!(json["explanation"]["verdicts"][1]["code"], "chosen");
     let (_, json) = machine.json(&["list"]);
@@ -188,7 +378,7 @@ fn a_refused_alloc_shows_all_verdicts() {
     );
     assert_eq!(machine.run(&["alloc", "0"]).0, 2);
     assert_eq!(machine.run(&["alloc", "4K", "--align", "3"]).0, 2);
-    assert_eq!(machine.run(&["alloc", "4K", "--provider", "77"]).0, 1);
+    assert_eq!(machine.run(&["alloc", "4K", "--device", "77"]).0, 1);
 }
 
 #[test]
@@ -241,7 +431,7 @@ fn explain_is_a_dry_run() {
     let expected = "\
 0000:03:00.0 was chosen
 
-ID  PROVIDER      VERDICT
+ID  DEVICE        VERDICT
  1  0000:03:00.0  chosen: below the same switch as nvme0 (4 hops), 256 MiB free
  2  0000:08:00.0  farther: through the host bridge to nvme0 (6 hops), the chosen one stays in the switch
  3  0000:05:00.0  equal: as good as the chosen one, which came earlier
@@ -252,7 +442,7 @@ ID  PROVIDER      VERDICT
         "16M",
         "--near",
         "nvme0",
-        "--provider",
+        "--device",
         "2",
         "--max-class",
         "SW",
@@ -266,7 +456,9 @@ ID  PROVIDER      VERDICT
         .collect();
     assert_eq!(codes, ["not-named", "too-far", "not-named"]);
     let (_, json) = machine.json(&["stats"]);
-    assert_eq!(json[3]["allocs"], 0);
+    assert_eq!(json["stats"][3]["allocs"], 0);
+    let (_, out) = machine.run(&["explain", "16M", "--near", "nvme0", "-no", "ID,CODE,FREE"]);
+    assert_eq!(out, "1  chosen  256M\n2  class    64M\n3  order    32M\n");
 }
 
 #[test]
@@ -275,23 +467,26 @@ fn stats_count_allocations() {
     machine.run(&["alloc", "1M"]);
     let (code, out) = machine.run(&["stats"]);
     assert_eq!(code, 0);
-    assert!(out.contains("1 0000:03:00.0       1    1 MiB      1    1 MiB"), "{out}");
-    assert!(out.lines().any(|line| line.starts_with("total ")), "{out}");
-    let (_, json) = machine.json(&["stats", "--provider", "1"]);
+    assert!(
+        out.contains(" 1  0000:03:00.0       1         1M      1     1M"),
+        "{out}"
+    );
+    assert!(out.lines().any(|line| line.starts_with(" -  total ")), "{out}");
+    let (_, json) = machine.json(&["stats", "--device", "1"]);
     assert_eq!(
-        (&json[0]["provider"], &json[0]["alloc_bytes"]),
+        (&json["stats"][0]["provider"], &json["stats"][0]["alloc_bytes"]),
         (&1.into(), &(1 << 20).into())
     );
-    assert_eq!(machine.run(&["stats", "--provider", "9"]).0, 1);
+    assert_eq!(machine.run(&["stats", "--device", "9"]).0, 1);
 }
 
 #[test]
 fn selftest_passes_on_good_memory() {
     let machine = machine(Fake::example());
-    let (code, out) = machine.run(&["selftest", "--provider", "1", "--size", "200K"]);
+    let (code, out) = machine.run(&["selftest", "--device", "1", "--size", "200K"]);
     assert_eq!(code, 0, "{out}");
     assert!(out.ends_with("provider 1 (0000:03:00.0): 200 KiB passed\n"), "{out}");
-    let (_, json) = machine.json(&["selftest", "--provider", "nvme1", "--size", "4K"]);
+    let (_, json) = machine.json(&["selftest", "--device", "nvme1", "--size", "4K"]);
     assert_eq!((&json["provider"], &json["ok"]), (&3.into(), &true.into()));
 }
 
@@ -299,7 +494,8 @@ fn selftest_passes_on_good_memory() {
 fn events_are_followed_until_the_limit() {
     let machine = machine(Fake::example());
     let (code, out) = machine.run(&["events", "--timeout", "0.01"]);
-    assert_eq!((code, out.as_str()), (0, ""));
+    let header = "          TIME  EVENT               ID  HANDLE  COUNT\n";
+    assert_eq!((code, out.as_str()), (0, header));
     let (fake, done) = (machine.fake.clone(), Arc::new(AtomicBool::new(false)));
     let heard = done.clone();
     // The tool receives only events after it has opened the device, so a provider is added each millisecond until the
@@ -371,7 +567,7 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
         code == 0 && out.contains("module p2pmem not loaded, IOMMU none"),
         "{out}"
     );
-    assert!(line.contains("16 MiB") && line.contains("adopts the memory"), "{out}");
+    assert!(line.contains(" 16M ") && line.contains("adopts the memory"), "{out}");
     assert!(
         out.contains("p2pmem/allocate, as root") && !out.contains("it has no driver"),
         "{out}"
@@ -379,6 +575,10 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
     assert!(out.contains("0000:04:00.0  nvme0"), "{out}");
     let (_, out) = machine.run(&["scan", "--all"]);
     assert!(out.contains("it has no driver"), "{out}");
+    let (_, out) = machine.run(&["scan", "--clients", "-no", "device,names"]);
+    assert_eq!(out, "0000:04:00.0  nvme0\n0000:05:00.0  nvme1\n0000:0a:00.0  -\n");
+    let (_, out) = machine.run(&["scan", "-b", "-o", "size,source"]);
+    assert_eq!(out, "    SIZE  SOURCE\n16777216  module\n16777216  sysfs\n");
     let (code, json) = machine.json(&["scan"]);
     assert_eq!(
         (code, &json["module"], json["memory_devices"].as_array().unwrap().len()),
@@ -433,18 +633,18 @@ group_quota = "1G"
     .unwrap();
     let (code, rules) = machine.json(&["rules", "test", "--file", file]);
     assert_eq!(code, 0);
-    assert_eq!(rules[0]["client"], "0000:04:00.0");
+    assert_eq!(rules["rules"][0]["client"], "0000:04:00.0");
     assert_eq!(
-        (&rules[0]["uid"], &rules[0]["max_class"]),
+        (&rules["rules"][0]["uid"], &rules["rules"][0]["max_class"]),
         (&0.into(), &"same-switch".into())
     );
-    assert_eq!(rules[1]["provider"], "15b3:101b");
+    assert_eq!(rules["rules"][1]["provider"], "15b3:101b");
     assert_eq!(
-        (&rules[1]["group_quota"], &rules[1]["quota"]),
+        (&rules["rules"][1]["group_quota"], &rules["rules"][1]["quota"]),
         (&0x6000_0000.into(), &4096.into())
     );
-    assert_eq!(rules[1]["enabled"], false);
-    assert_eq!(rules[2]["uid"], "0,100000-165535");
+    assert_eq!(rules["rules"][1]["enabled"], false);
+    assert_eq!(rules["rules"][2]["uid"], "0,100000-165535");
 
     let bad = [
         ("[[rule]]\nname = \"10-a\"\nquotum = 1\n", "quotum"),

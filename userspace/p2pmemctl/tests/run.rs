@@ -10,7 +10,7 @@ use std::process::Command;
 
 use clap::Parser;
 use p2pmem::fake::Fake;
-use p2pmemctl::{exit_code, Cli, Context, Environment};
+use p2pmemctl::{exit_code, Cli, Context, Environment, SCHEMA};
 use serde_json::{json, Value};
 
 /// Returns the shim, which cargo builds in the folder of this test.
@@ -38,12 +38,13 @@ fn run_args<'a>(args: impl Iterator<Item = &'a OsStr>) -> (u8, String) {
         root: "/".into(),
         open: Box::new(move || Ok(fake.device())),
     };
-    let mut out = Vec::new();
+    let (mut out, mut err) = (Vec::new(), Vec::new());
     let mut context = Context {
         environment: &environment,
         json: cli.json,
         progress: false,
         out: &mut out,
+        err: &mut err,
     };
     let code = exit_code(&mut context, &cli.command);
     (code, String::from_utf8(out).unwrap())
@@ -180,6 +181,7 @@ fn the_report_has_what_the_command_took() {
         (
             0,
             &json!({
+                "schema": SCHEMA,
                 "command": program.to_str(),
                 "exit_code": 0,
                 "signal": null,

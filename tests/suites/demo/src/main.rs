@@ -489,7 +489,7 @@ fn end(guest: &mut Guest, results: &mut Results) -> Result<()> {
     let list = guest.json(&[&ctl, "list", "--json"])?;
     let leaked = list["info"]["buffers"].as_u64().context("no number of buffers")?;
     let stats = guest.json(&[&ctl, "stats", "--json"])?;
-    let all = stats
+    let all = stats["stats"]
         .as_array()
         .and_then(|all| all.iter().find(|one| one["provider"].is_null()))
         .context("no sum in the statistics")?;

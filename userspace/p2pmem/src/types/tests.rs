@@ -32,6 +32,9 @@ fn sizes_are_formatted_with_units() {
         assert_eq!(human_size(bytes), text);
     }
     assert_eq!(human_size(u64::MAX), "16.0 EiB");
+    for (bytes, text) in [(0, "0B"), (512, "512B"), (4096, "4K"), (1500, "1.5K"), (3 << 40, "3T")] {
+        assert_eq!(short_size(bytes), text);
+    }
 }
 
 /// Returns the info of a module with these versions and features.

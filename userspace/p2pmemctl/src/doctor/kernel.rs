@@ -40,7 +40,7 @@ pub(super) fn release(machine: &Environment) -> Check {
 
 /// Checks that the kernel has the options that the module needs.
 pub(super) fn config(machine: &Environment) -> Check {
-    const NAME: &str = "kernel config";
+    const NAME: &str = "kernel-config";
     const REMEDY: &str = "boot a kernel with these options, such as Debian's from 7.2 on";
     let release = machine.read("proc/sys/kernel/osrelease").unwrap_or_default();
     let places = [
@@ -92,7 +92,7 @@ pub(super) fn config(machine: &Environment) -> Check {
 
 /// Checks whether the kernel loads unsigned modules.
 pub(super) fn signatures(machine: &Environment) -> Check {
-    const NAME: &str = "module signatures";
+    const NAME: &str = "module-signatures";
     let secure_boot = std::fs::read(machine.path(SECURE_BOOT)).is_ok_and(|value| value.last() == Some(&1));
     let enforced = machine.read("sys/module/module/parameters/sig_enforce").as_deref() == Some("Y");
     let lockdown = machine.read("sys/kernel/security/lockdown").unwrap_or_default();

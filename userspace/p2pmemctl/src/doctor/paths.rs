@@ -35,7 +35,7 @@ const TRUSTED_HOST_BRIDGES: [(u16, u16, bool); 20] = [
 const GOOGLE: u16 = 0x1ae0;
 
 pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check {
-    const NAME: &str = "host bridge";
+    const NAME: &str = "host-bridge";
     let cpuinfo = machine.read("proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
         let line = cpuinfo
@@ -94,7 +94,7 @@ fn machine_root(machine: &Environment, device: &PciDevice) -> bool {
 }
 
 pub(super) fn iommu(machine: &Environment) -> Check {
-    const NAME: &str = "IOMMU";
+    const NAME: &str = "iommu";
     let mut modes: Vec<String> = machine
         .entries("sys/kernel/iommu_groups")
         .filter_map(|g| std::fs::read_to_string(g.path().join("type")).ok())
@@ -148,7 +148,7 @@ pub(super) fn acs_control(config: &[u8]) -> Result<Option<u16>, ()> {
 }
 
 pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
-    const NAME: &str = "ACS";
+    const NAME: &str = "acs";
     let (mut redirecting, mut unknown) = (Vec::new(), 0);
     for bridge in devices.iter().filter(|d| d.class >> 8 == 0x0604) {
         let path = machine
@@ -186,7 +186,7 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
 
 /// Reports devices whose BAR shows only a part of the memory and could be larger.
 pub(super) fn bars(machine: &Environment) -> Check {
-    const NAME: &str = "BAR sizes";
+    const NAME: &str = "bar-sizes";
     let memory_devices =
         Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.memory_devices);
     let small: Vec<_> = memory_devices

@@ -9,7 +9,7 @@ use super::{Check, Level};
 use crate::environment::Environment;
 
 pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
-    const NAME: &str = "RDMA";
+    const NAME: &str = "rdma";
     let entries = machine.entries("sys/class/infiniband");
     let mut nics: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
     nics.sort();
@@ -28,7 +28,7 @@ pub(super) fn rdma(machine: &Environment) -> Vec<Check> {
 
 /// Checks whether the RDMA core has the peer-memory interface and the module uses it.
 fn peer_memory(machine: &Environment, core: &str) -> Check {
-    const NAME: &str = "RDMA peer memory";
+    const NAME: &str = "rdma-peer-memory";
     const DMA_BUF_ONLY: &str = "buffers are registered as dma-bufs, by ibv_reg_dmabuf_mr(), not by ibv_reg_mr()";
     let state = machine.read("sys/kernel/debug/p2pmem/peer_memory").unwrap_or_default();
     let value = |name: &str| state.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
@@ -83,7 +83,7 @@ fn peer_memory(machine: &Environment, core: &str) -> Check {
 
 /// Checks whether buffers can be registered with a NIC on a stock kernel.
 fn dma_bufs(machine: &Environment, nic: &str) -> Check {
-    const NAME: &str = "RDMA dma-buf";
+    const NAME: &str = "rdma-dma-buf";
     let driver = machine.path("sys/class/infiniband").join(nic).join("device/driver");
     let driver = std::fs::read_link(driver).ok();
     let driver = driver.as_ref().and_then(|link| link.file_name()?.to_str());
@@ -102,7 +102,7 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
             Level::Ok,
             found(&format!(
                 "registers dma-bufs and supports revocation if its firmware has on-demand paging: \
-                 `p2pmemctl selftest --provider P --nic {nic}` tries it"
+                 `p2pmemctl selftest --device PROVIDER --nic {nic}` tries it"
             )),
         ),
         (_, DmaBufSupport::Revocable) => {
@@ -115,6 +115,6 @@ fn dma_bufs(machine: &Environment, nic: &str) -> Check {
         )
         .remedy("allow it by the provider's configfs attribute pinned_exports, and register pinned"),
         _ => Check::new(NAME, Level::Warning, found("is not known to register dma-bufs"))
-            .remedy(format!("try it: p2pmemctl selftest --provider P --nic {nic}")),
+            .remedy(format!("try it: p2pmemctl selftest --device PROVIDER --nic {nic}")),
     }
 }

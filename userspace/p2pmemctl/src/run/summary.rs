@@ -4,7 +4,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::ExitStatusExt;
@@ -128,23 +128,13 @@ impl Summary {
         }
     }
 
-    pub(super) fn write_json(&self, out: &mut impl Write) -> io::Result<()> {
-        let text = serde_json::to_string_pretty(self)?;
-        writeln!(out, "{text}")?;
-        out.flush()
-    }
-
-    pub(super) fn write_text(&self, out: &mut impl Write) -> io::Result<()> {
-        out.write_all(self.text().as_bytes())?;
-        out.flush()
-    }
-
-    fn text(&self) -> String {
+    /// Returns the summary for people: one line, or more lines of which the first has no indentation.
+    pub(super) fn text(&self) -> String {
         let command = &self.command;
         let near = super::names(&self.near);
         if self.programs == 0 {
             return format!(
-                "p2pmemctl: {command} did not load the preload shim, so none of its memory was placed near {near}\n"
+                "p2pmemctl: {command} did not load the preload shim, so none of its memory was placed near {near}"
             );
         }
         let all = self
@@ -195,7 +185,7 @@ impl Summary {
             let (mappings, registrations) = (number(mappings, "mapping"), number(registrations, "registration"));
             lines.push(format!("refused: {mappings}, {registrations}"));
         }
-        lines.join("\n  ") + "\n"
+        lines.join("\n  ")
     }
 }
 
@@ -268,7 +258,7 @@ mod tests {
              4 KiB in 1 buffer of provider 9, farthest path: SYS (two host bridges of two NUMA nodes)\n  \
              1 MiB registered with NICs as dma-bufs in 1 registration\n  \
              128 bytes of other memory registered with NICs in 2 registrations\n  \
-             refused: 1 mapping, 0 registrations\n"
+             refused: 1 mapping, 0 registrations"
         );
     }
 
@@ -276,7 +266,7 @@ mod tests {
     fn a_command_without_memory_gets_a_hint() {
         let without = summary(|counters| counters.program()).text();
         assert!(
-            without.starts_with("p2pmemctl: fio took no p2pmem memory: ") && without.ends_with('\n'),
+            without.starts_with("p2pmemctl: fio took no p2pmem memory: "),
             "{without}"
         );
         let refused = summary(|counters| {
@@ -285,7 +275,7 @@ mod tests {
         });
         assert_eq!(
             refused.text(),
-            "p2pmemctl: fio got no p2pmem memory near 0000:04:00.0:\n  refused: 1 mapping, 0 registrations\n"
+            "p2pmemctl: fio got no p2pmem memory near 0000:04:00.0:\n  refused: 1 mapping, 0 registrations"
         );
         let without_shim = summary(|_| ()).text();
         assert!(

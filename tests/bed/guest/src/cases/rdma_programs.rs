@@ -356,7 +356,7 @@ fn tool(bed: &mut Bed) -> Result<()> {
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     };
     let accel = bed.device("accel0")?.bdf.clone();
-    let said = run(&["selftest", "--provider", &accel, "--size", "64K", "--nic", &nic])?;
+    let said = run(&["selftest", "--device", &accel, "--size", "64K", "--nic", &nic])?;
     ensure!(
         said.contains(&format!("registered with {nic} by dma-buf in ")),
         "{said}"
@@ -372,13 +372,9 @@ fn tool(bed: &mut Bed) -> Result<()> {
     );
     let said = run(&["topo", &nic])?;
     ensure!(said.contains(&nic) && said.contains("SW"), "{said}");
-    let output = finish(spawn(Command::new(&ctl).args([
-        "selftest",
-        "--provider",
-        &accel,
-        "--nic",
-        "mlx5_77",
-    ]))?)?;
+    let output = finish(spawn(
+        Command::new(&ctl).args(["selftest", "--device", &accel, "--nic", "mlx5_77"]),
+    )?)?;
     let said = text(&output);
     ensure!(
         output.status.code() == Some(1) && said.contains(&format!("the RDMA devices are {nic}")),

@@ -232,7 +232,7 @@ fn wrong_bytes(vm: &mut Vm) -> Result<()> {
     )?;
     let outcome = sh(
         vm,
-        &format!("{ctl} selftest --provider $P2PMEM_DEV_ACCEL0 --size 256K --nic $P2PMEM_RDMA_NIC0"),
+        &format!("{ctl} selftest --device $P2PMEM_DEV_ACCEL0 --size 256K --nic $P2PMEM_RDMA_NIC0"),
     )?;
     let said = String::from_utf8_lossy(&outcome.stdout).into_owned();
     clean(vm, &format!("{ctl} unpublish $P2PMEM_DEV_ACCEL0 && rmmod p2pmem"))?;

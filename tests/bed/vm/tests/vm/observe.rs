@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Observation: `p2pmemctl scan` without and with the module, `p2pmemctl top` on a terminal, and p2pmem-exporter, whose
-//! output a Prometheus parser reads.
+//! Observation: `p2pmemctl scan` without and with the module, p2pmemctl on a terminal, and p2pmem-exporter, whose output
+//! a Prometheus parser reads and Prometheus itself scrapes.
 
 use std::path::{Path, PathBuf};
 
@@ -27,27 +27,39 @@ pub const TESTS: &[Test] = &[
         },
     },
     Test {
-        name: "observe::top",
+        name: "observe::terminal",
         topology: "demo",
         alone: true,
-        run: |cluster| with_provider(cluster, "top.py"),
+        run: |cluster| with_provider(cluster, "terminal.py", ""),
     },
     Test {
         name: "observe::metrics",
         topology: "demo",
         alone: true,
-        run: |cluster| with_provider(cluster, "metrics.py"),
+        run: |cluster| with_provider(cluster, "metrics.py", ""),
+    },
+    Test {
+        name: "observe::prometheus",
+        topology: "demo",
+        alone: true,
+        run: |cluster| with_provider(cluster, "prometheus.py", ALERTS),
     },
 ];
 
-/// Runs a script of tests/suites/observe with an accelerator published.
-fn with_provider(cluster: &mut Cluster, name: &str) -> Result<()> {
+/// The alert rules for Prometheus.
+const ALERTS: &str = concat!(
+    env!("CARGO_MANIFEST_DIR"),
+    "/../../../userspace/p2pmem-exporter/alerts.yml"
+);
+
+/// Runs a script of tests/suites/observe with an accelerator published, its address, and a further argument.
+fn with_provider(cluster: &mut Cluster, name: &str, argument: &str) -> Result<()> {
     let before = format!(
         "ip link set lo up && insmod {} && {}/p2pmemctl publish $P2PMEM_DEV_ACCEL0 >&2 &&",
         module()?,
         programs()?.display()
     );
-    script(cluster, name, &before, "$P2PMEM_DEV_ACCEL0")
+    script(cluster, name, &before, &format!("$P2PMEM_DEV_ACCEL0 {argument}"))
 }
 
 /// Runs shell commands, and then a script of tests/suites/observe with the folder of programs and further arguments.

@@ -21,6 +21,12 @@ pub const TESTS: &[Test] = &[
         run: every_mode,
     },
     Test {
+        name: "perf::a-terminal-shows-the-progress",
+        topology: "pair",
+        alone: false,
+        run: progress,
+    },
+    Test {
         name: "perf::a-killed-peer-is-reported",
         topology: "pair",
         alone: false,
@@ -112,6 +118,39 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
     Ok(())
 }
 
+/// Runs a program on a pseudoterminal, and returns what the terminal got.
+const ON_TERMINAL: &str =
+    "TERM=xterm python3 -c 'import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))'";
+
+fn progress(cluster: &mut Cluster) -> Result<()> {
+    let vm = node(cluster)?;
+    let perf = perf()?;
+    let register = format!("{perf} register --nic rxe0 --memory cpu --size 64K -n 20");
+    let run = format!("{perf} run 127.0.0.1 --nic rxe0 --gid-index 1 --timeout 150 -n 20 --size 64K");
+    let serve = format!("{perf} serve --nic rxe0 --gid-index 1 --events --timeout 150 & server=$!");
+    for (script, bar) in [
+        (format!("{ON_TERMINAL} {register}"), "/20 registrations"),
+        (
+            format!("{serve}\n{ON_TERMINAL} {run} || exit 1\nwait $server"),
+            "/20 messages",
+        ),
+    ] {
+        let said = String::from_utf8_lossy(&clean(vm, &script)?.stdout).into_owned();
+        ensure!(
+            said.contains("64K [") && said.contains(bar),
+            "no bar with {bar:?}: {said:?}"
+        );
+    }
+    // Without a terminal, standard error has no bar.
+    let quiet = clean(vm, &register)?;
+    let (out, err) = (
+        String::from_utf8_lossy(&quiet.stdout),
+        String::from_utf8_lossy(&quiet.stderr),
+    );
+    ensure!(out.contains(" 64K ") && !err.contains("registrations"), "{out} {err}");
+    Ok(())
+}
+
 fn left_alone(cluster: &mut Cluster) -> Result<()> {
     let vm = node(cluster)?;
     let perf = perf()?;
@@ -150,7 +189,7 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
             "only writes can be staged",
         ),
         (
-            format!("{perf} register --nic rxe0 --memory accelerator --size 4K --device /nonexistent/p2pmem"),
+            format!("{perf} register --nic rxe0 --memory accelerator --size 4K --dev-path /nonexistent/p2pmem"),
             "load the module",
         ),
     ] {
