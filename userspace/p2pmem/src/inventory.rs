@@ -32,8 +32,8 @@ const BARS: usize = 6;
 pub struct Inventory {
     /// Release of the running kernel.
     pub kernel: String,
-    /// Version of the loaded module; none if the module is not loaded.
-    pub module: Option<String>,
+    /// Whether the module is loaded.
+    pub module_loaded: bool,
     /// Whether an IOMMU is active.
     pub iommu: bool,
     /// Devices with memory, by address.
@@ -72,16 +72,13 @@ impl Inventory {
     pub fn read_in(root: &Path, providers: Option<&[PciAddr]>) -> Result<Self> {
         let sys = root.join("sys");
         let kernel = kernel_name(root);
-        let loaded = sys.join("module/p2pmem");
-        let module = loaded
-            .exists()
-            .then(|| read_attribute(&loaded.join("version")).unwrap_or_default());
+        let module_loaded = sys.join("module/p2pmem").exists();
         let mut groups = sys.join("kernel/iommu_groups").read_dir().into_iter().flatten();
         let iommu = groups.next().is_some();
         let machine = Machine {
             root,
             release: kernel_release(&kernel),
-            module: module.is_some(),
+            module: module_loaded,
             providers,
         };
         let devices = devices_in(&sys)?;
@@ -104,7 +101,7 @@ impl Inventory {
             .collect();
         Ok(Self {
             kernel,
-            module,
+            module_loaded,
             iommu,
             memory_devices,
             clients,

@@ -61,10 +61,10 @@ pub(crate) fn columns_help() -> String {
 }
 
 fn heading(inventory: &Inventory) -> String {
-    let module = match inventory.module.as_deref() {
-        None => "not loaded".into(),
-        Some("") => "loaded".to_owned(),
-        Some(version) => format!("version {version}"),
+    let module = if inventory.module_loaded {
+        "loaded"
+    } else {
+        "not loaded"
     };
     let iommu = if inventory.iommu { "active" } else { "none" };
     format!("Kernel {}, module p2pmem {module}, IOMMU {iommu}\n", inventory.kernel)
