@@ -60,7 +60,7 @@ help: ## print this list
 
 demo: modules demo-programs ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
 	@mkdir -p $(reports)
-	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json --page $(reports)/demo.html
 
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests

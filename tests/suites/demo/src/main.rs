@@ -55,6 +55,9 @@ struct Cli {
     /// Where the report goes, as JSON
     #[arg(long, value_name = "PATH")]
     report: PathBuf,
+    /// Where the report goes as an HTML page
+    #[arg(long, value_name = "PATH")]
+    page: Option<PathBuf>,
     /// Topology to boot
     #[arg(long, value_name = "FILE", default_value_os_t = topologies().join("demo.toml"))]
     topology: PathBuf,
@@ -99,21 +102,28 @@ fn main() -> ExitCode {
         ..Results::default()
     };
     // If this run is killed, an earlier report must not pass for its report.
-    let worked = match fs::remove_file(&cli.report) {
-        Err(error) if error.kind() != ErrorKind::NotFound => {
-            Err(error).with_context(|| cli.report.display().to_string())
-        }
-        _ => demo(&cli, &mut results),
-    };
+    let worked = [Some(&cli.report), cli.page.as_ref()]
+        .into_iter()
+        .flatten()
+        .try_for_each(|path| remove_earlier(path))
+        .and_then(|()| demo(&cli, &mut results));
     if let Err(error) = worked {
         results.errors.push(format!("{error:#}"));
     }
     results.total_seconds = start.elapsed().as_secs_f64();
     let report = Report::new(results);
-    let written = report.write(&cli.report);
+    let written = report.write(&cli.report).and_then(|()| match &cli.page {
+        Some(page) => report.write_page(page),
+        None => Ok(()),
+    });
     sum_up(&report);
     match written {
-        Ok(()) => println!("Report: {}", cli.report.display()),
+        Ok(()) => {
+            println!("Report: {}", cli.report.display());
+            if let Some(page) = &cli.page {
+                println!("With pictures: {}", page.display());
+            }
+        }
         Err(error) => {
             println!("The report could not be written: {error:#}");
             return ExitCode::FAILURE;
@@ -123,6 +133,14 @@ fn main() -> ExitCode {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
+    }
+}
+
+/// Removes an earlier report.
+fn remove_earlier(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error).with_context(|| path.display().to_string()),
+        _ => Ok(()),
     }
 }
 

@@ -13,6 +13,7 @@ use serde_json::Value;
 
 use crate::compare;
 use crate::job::{Job, Run};
+use crate::page;
 use crate::rdma;
 use crate::stock::StockImage;
 use crate::traffic::Bytes;
@@ -96,6 +97,8 @@ pub struct Results {
     pub boot_seconds: Option<f64>,
     /// Seconds of the whole demo.
     pub total_seconds: f64,
+    /// The picture of the machine by p2pmemctl, as SVG.
+    pub picture: Option<String>,
 }
 
 /// The report. Values that were not measured are null.
@@ -149,6 +152,9 @@ pub struct Report {
     pub job: Option<Job>,
     /// The second act.
     pub rdma: Option<rdma::Report>,
+    /// The picture of the machine by p2pmemctl, as SVG, for the HTML page.
+    #[serde(skip)]
+    pub picture: Option<String>,
 }
 
 impl Report {
@@ -185,33 +191,47 @@ impl Report {
             boot_seconds: results.boot_seconds,
             total_seconds: results.total_seconds,
             job: results.job,
+            picture: results.picture,
         }
     }
 
-    /// Writes the report by renaming a complete file.
+    /// Writes the report as JSON.
     ///
     /// # Errors
     ///
     /// Those of writing files.
     pub fn write(&self, path: &Path) -> Result<()> {
-        let folder = match path.parent() {
-            Some(folder) if folder != Path::new("") => folder,
-            _ => Path::new("."),
-        };
-        std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-        let mut file = tempfile::Builder::new()
-            .prefix(".demo-")
-            // Temporary files are readable for their owner only; the report is readable for all users.
-            .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
-            .tempfile_in(folder)
-            .with_context(|| folder.display().to_string())?;
         let mut report = serde_json::to_value(self)?;
         report["stamp"] = stamp()?;
-        serde_json::to_writer_pretty(&mut file, &report)?;
-        writeln!(file)?;
-        file.persist(path).with_context(|| path.display().to_string())?;
-        Ok(())
+        write_file(path, &serde_json::to_string_pretty(&report)?)
     }
+
+    /// Writes the report as an HTML page.
+    ///
+    /// # Errors
+    ///
+    /// Those of writing files.
+    pub fn write_page(&self, path: &Path) -> Result<()> {
+        write_file(path, &page::page(self))
+    }
+}
+
+/// Writes a file by renaming a complete one.
+fn write_file(path: &Path, text: &str) -> Result<()> {
+    let folder = match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    };
+    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    let mut file = tempfile::Builder::new()
+        .prefix(".demo-")
+        // Temporary files are readable for their owner only; the report is readable for all users.
+        .permissions(std::os::unix::fs::PermissionsExt::from_mode(0o644))
+        .tempfile_in(folder)
+        .with_context(|| folder.display().to_string())?;
+    writeln!(file, "{text}")?;
+    file.persist(path).with_context(|| path.display().to_string())?;
+    Ok(())
 }
 
 fn is_stock(stock: Option<&StockImage>) -> bool {
@@ -394,7 +414,7 @@ fn judge_job(job: &Job, from: &str, to: &str, must: &mut impl FnMut(bool, String
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::compare::Comparison;
     use crate::job::Seconds;
@@ -462,7 +482,7 @@ mod tests {
         }
     }
 
-    fn results() -> Results {
+    pub(crate) fn results() -> Results {
         Results {
             kernel_release: Some("7.2".into()),
             stock: Some(StockImage {
@@ -495,6 +515,7 @@ mod tests {
             errors: vec![],
             boot_seconds: Some(3.0),
             total_seconds: 12.0,
+            picture: None,
         }
     }
 
