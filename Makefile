@@ -58,8 +58,13 @@ help: ## print this list
 
 # --- main targets -----------------------------------------------------------------------------------------------------
 
-demo: modules demo-programs ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
+demo: sandbox ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
+	@echo 'demo: building module and programs at the same time; the first build takes about 5 minutes'
+	@code=0; $(MAKE) modules & module=$$!; \
+	$(MAKE) demo-programs || code=1; \
+	wait $$module || code=1; exit $$code
 	@mkdir -p $(reports)
+	@echo 'demo: this takes 2 minutes'
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json --page $(reports)/demo.html
 
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
