@@ -66,7 +66,9 @@ fn another_device_is_refused() {
 fn doctor_works_on_any_machine() {
     let (code, out, _) = run(&["doctor", "--dev-path", "/nonexistent/p2pmem"]);
     assert_eq!(code, 1);
-    assert!(out.contains("FAIL   device") && out.contains("iommu"), "{out}");
+    // The module is missing on a machine for builds, and loaded on others.
+    let fails = out.contains("FAIL   module") || out.contains("FAIL   device");
+    assert!(fails && out.contains("iommu"), "{out}");
 }
 
 #[test]
