@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn invalid_arguments_are_exit_code_2_with_a_reason() {
-    let cases: [(&[&str], &str); 12] = [
+    let cases: [(&[&str], &str); 14] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),
@@ -33,6 +33,8 @@ fn invalid_arguments_are_exit_code_2_with_a_reason() {
         (&["publish"], "<DEVICE|--device <DEVICE>>"),
         (&["publish", "03:00.0", "--device", "03:00.0"], "cannot be used with"),
         (&["list", "--output", "WEIGHT"], "there is no column"),
+        (&["explain", "4K", "--what-if", "--device", "1"], "cannot be used with"),
+        (&["topo", "--svg", "-", "--list"], "cannot be used with"),
     ];
     for (args, words) in cases {
         let (code, out, err) = run(args);
