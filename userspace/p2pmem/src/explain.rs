@@ -60,6 +60,8 @@ pub enum VerdictCode {
     Cgroup,
     /// The provider can hold a part of the stripe, but too few other providers can.
     TooFew,
+    /// No interface hands out the device's memory: only in [`WhatIf`](crate::WhatIf).
+    NoSource,
     /// A code that this version of the library does not know.
     Unknown,
 }
@@ -388,6 +390,8 @@ fn describe(
         VerdictCode::Packed => format!("emptier: {}", in_use()),
         VerdictCode::Cgroup => format!("over the cgroup's limit: dmem.max does not allow {wanted} more"),
         VerdictCode::TooFew => "one of too few: it could hold a part, but not enough others can".into(),
+        // The backends have no such verdict.
+        VerdictCode::NoSource => "no source: no interface hands out its memory".into(),
         VerdictCode::Unknown => format!("verdict {}, which this program does not know", own.code),
     }
 }

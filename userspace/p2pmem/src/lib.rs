@@ -13,6 +13,7 @@
 //!   a dma-buf registered with an RDMA NIC.
 //! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
 //! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
+//! - [`WhatIf`] decides which memory a request would get if all of it were published, with or without the module.
 //! - `rdma` (feature `verbs`) opens NICs by name and transfers data with them.
 //! - `fake` (feature `fake`) is a device without the kernel module, for tests.
 //!
@@ -66,6 +67,7 @@ mod stripe;
 mod sys;
 mod topology;
 mod types;
+mod what_if;
 
 pub use addr::PciAddr;
 pub use backend::{Backend, Capability};
@@ -86,8 +88,9 @@ pub use register::{Access, RegisterOptions, Registration, RemoteMemory};
 pub use request::{Request, Strategy};
 pub use stripe::Stripe;
 pub use sys::verbs::{Pd, ProtectionDomain};
-pub use topology::{path_between, path_between_in};
+pub use topology::{path_between, path_between_in, Port, PortKind, Walk};
 pub use types::{
     human_size, short_size, BufferInfo, BufferState, Info, Path, PathClass, Provider, ProviderKind, ProviderState,
     RegistrationMethod, Stats,
 };
+pub use what_if::{CandidateDevice, WhatIf};

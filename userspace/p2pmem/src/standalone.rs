@@ -4,7 +4,7 @@
 //! module's work: it lists the memory, computes the paths to clients, chooses the memory for a request, and explains
 //! the choice.
 
-mod decision;
+pub(crate) mod decision;
 mod slots;
 mod source;
 mod sysfs;

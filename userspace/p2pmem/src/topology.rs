@@ -15,9 +15,11 @@ use crate::error::{Error, Result};
 use crate::pci::{folder_of, hex, read_attribute, Client};
 use crate::types::{Path, PathClass};
 
-/// The role of a function in a walk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum PortKind {
+/// The role of a function in a [`Walk`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum PortKind {
     /// Not a bridge.
     Endpoint,
     /// A bridge of the root complex.
@@ -30,18 +32,27 @@ pub(crate) enum PortKind {
     Bridge,
 }
 
-/// One function of a walk.
+/// One function of a [`Walk`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Port {
-    pub(crate) addr: PciAddr,
-    pub(crate) kind: PortKind,
-    /// Whether ACS redirects peer traffic; false if the extended configuration space cannot be read.
-    pub(crate) acs_redirect: bool,
+#[non_exhaustive]
+pub struct Port {
+    /// The function.
+    pub addr: PciAddr,
+    /// The function's role. Without a readable configuration space, the role follows from the depth.
+    pub kind: PortKind,
+    /// Whether ACS redirects peer traffic to the root complex; none if the program cannot read the extended configuration
+    /// space, which needs root.
+    pub acs_redirect: Option<bool>,
     /// Bandwidth in MB/s of the link that the function's attributes describe, 0 if unknown.
-    pub(crate) link: u32,
+    link: u32,
 }
 
 impl Port {
+    /// Returns the bandwidth in MB/s of the link between the function and the port above; none if it is unknown.
+    pub fn bandwidth(&self) -> Option<u32> {
+        Some(self.link_above()).filter(|link| *link != 0)
+    }
+
     /// Returns the bandwidth of the link above the function, 0 if unknown. The attributes of root ports and downstream
     /// ports describe the link below.
     fn link_above(&self) -> u32 {
@@ -52,21 +63,33 @@ impl Port {
     }
 }
 
-/// The walk from a function to its root bus.
+/// The walk from a function to its root bus: the function, and all bridges above it.
+///
+/// ```no_run
+/// use p2pmem::Walk;
+///
+/// let walk = Walk::read("/sys".as_ref(), "0000:03:00.0".parse()?);
+/// for port in walk.iter().flat_map(|walk| &walk.ports) {
+///     println!("{} {:?}", port.addr, port.kind);
+/// }
+/// # Ok::<(), p2pmem::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Walk {
+#[non_exhaustive]
+pub struct Walk {
     /// The function's folder in sysfs. The path of the folder has all functions of the walk.
     folder: PathBuf,
     /// The function, then each bridge above it.
-    pub(crate) ports: Vec<Port>,
-    /// Name of the root bus, such as `pci0000:00`.
-    pub(crate) root: String,
-    pub(crate) numa_node: Option<u32>,
+    pub ports: Vec<Port>,
+    /// Name of the root bus, such as `pci0000:00`. Each host bridge has one.
+    pub root: String,
+    /// NUMA node of the function, if it is known.
+    pub numa_node: Option<u32>,
 }
 
 impl Walk {
     /// Reads the walk of a function from sysfs at `sys`; none if the function does not exist.
-    pub(crate) fn read(sys: &FsPath, addr: PciAddr) -> Option<Self> {
+    pub fn read(sys: &FsPath, addr: PciAddr) -> Option<Self> {
         let real = folder_of(sys, addr).canonicalize().ok()?;
         let mut functions = Vec::new();
         let mut root = String::new();
@@ -87,7 +110,7 @@ impl Walk {
             Port {
                 addr: *addr,
                 kind: kind(folder, &config, depth - 1 - up),
-                acs_redirect: acs_control(&config).is_some_and(|control| control & ACS_REDIRECT != 0),
+                acs_redirect: acs_redirect(&config),
                 link: link(folder),
             }
         });
@@ -98,6 +121,11 @@ impl Walk {
             root,
             numa_node,
         })
+    }
+
+    /// Returns the bridges above the function, the nearest first.
+    pub fn bridges(&self) -> &[Port] {
+        self.ports.get(1..).unwrap_or_default()
     }
 }
 
@@ -178,6 +206,15 @@ fn pcie_type(config: &[u8]) -> PcieType {
 /// control.
 const ACS_REDIRECT: u16 = 0x04 | 0x08 | 0x20;
 
+/// Returns whether the function with this configuration space redirects peer traffic; none if the program cannot read the
+/// extended space. Functions of conventional PCI have 256 bytes and no ACS.
+fn acs_redirect(config: &[u8]) -> Option<bool> {
+    match config.len() {
+        256 | 4096.. => Some(acs_control(config).is_some_and(|control| control & ACS_REDIRECT != 0)),
+        _ => None,
+    }
+}
+
 /// Returns the ACS control register of the function with this configuration space; none without the capability, or if
 /// the extended space cannot be read.
 fn acs_control(config: &[u8]) -> Option<u16> {
@@ -251,7 +288,7 @@ pub(crate) fn classify(provider: &Walk, client: &Walk, numa_distance: Option<u32
     let (up_a, up_b) = meet.unwrap_or((a.len(), b.len()));
     let bridge = meet.and_then(|(up, _)| a.get(up));
     let below = || a.iter().take(up_a).chain(b.iter().take(up_b));
-    let acs_redirect = below().chain(bridge).any(|port| port.acs_redirect);
+    let acs_redirect = below().chain(bridge).any(|port| port.acs_redirect == Some(true));
     let turned = bridge
         .filter(|_| !acs_redirect)
         .map(|bridge| class_below(provider, client, (up_a, up_b), bridge));

@@ -9,13 +9,15 @@ use std::time::Duration;
 
 use anyhow::{bail, Context as _};
 use p2pmem::{
-    human_size, Buffer, Device, EventKind, Explanation, PathClass, PciAddr, Request, Stripe, Verdict, VerdictCode,
+    human_size, Buffer, CandidateDevice, Device, ErrorKind, EventKind, Explanation, PathClass, PciAddr, Request,
+    Stripe, Verdict, VerdictCode, WhatIf,
 };
 use serde::Serialize;
 
 use crate::cli::{AllocArgs, ExplainArgs, PlacementArgs, Strategy};
-use crate::table::{cell, message, number, on_request, optional, text, Column, Row, Table, FAINT, GOOD};
-use crate::{Context, Outcome};
+use crate::computed::{Access, Computed};
+use crate::table::{self, cell, message, number, on_request, optional, text, Column, Row, Table, FAINT, GOOD};
+use crate::{scan, Advised, Context, Outcome};
 
 /// Bytes per step of `fill()`. Each step moves the progress bar.
 const STEP: usize = 1 << 20;
@@ -51,10 +53,20 @@ pub(crate) fn request(
 }
 
 pub(crate) fn explain(context: &mut Context<'_>, args: &ExplainArgs) -> anyhow::Result<Outcome> {
+    if args.what_if {
+        return what_if(context, args);
+    }
     let Some(table) = args.table.of::<Verdict>(context)? else {
         return Ok(Outcome::Done);
     };
-    let device = context.open()?;
+    let device = (context.environment.open)().map_err(|error| match error.kind() {
+        ErrorKind::ModuleMissing => anyhow::Error::new(Advised {
+            error,
+            remedy:
+                "load the module (modprobe p2pmem), or add --what-if to decide over all devices with memory from sysfs",
+        }),
+        _ => error.into(),
+    })?;
     let request = request(context, &device, args.request.size, &args.request.placement)?;
     let explanation = device.explain(&request)?;
     if context.json {
@@ -65,6 +77,117 @@ pub(crate) fn explain(context: &mut Context<'_>, args: &ExplainArgs) -> anyhow::
         write!(context.out, "{}", render_explanation(&explanation, &table))?;
     }
     Ok(Outcome::of(explanation.errno.is_none()))
+}
+
+/// The decision over all devices with memory.
+#[derive(Serialize)]
+struct WhatIfReport {
+    #[serde(flatten)]
+    answer: WhatIf,
+    /// How the answer can differ from the module's; none with the module.
+    computed: Option<Computed>,
+}
+
+fn what_if(context: &mut Context<'_>, args: &ExplainArgs) -> anyhow::Result<Outcome> {
+    let Some(table) = args.table.of::<CandidateDevice>(context)? else {
+        return Ok(Outcome::Done);
+    };
+    let placement = &args.request.placement;
+    let clients = context.clients(&placement.near)?;
+    let mut request = Request::new(args.request.size)
+        .align(placement.align)
+        .near(clients.iter().cloned());
+    if let Some(class) = placement.max_class {
+        request = request.max_class(class);
+    }
+    let access = context.access()?;
+    let (device, without) = match &access {
+        Access::Module(device) => (Some(device), None),
+        Access::Sysfs(without) => (None, Some(without)),
+    };
+    let answer = WhatIf::decide_in(&context.environment.root, device, &request)?;
+    let computed = without.map(|without| {
+        let memory = answer.candidates.iter().map(|candidate| candidate.verdict.addr);
+        let addrs: Vec<_> = memory.chain(clients.iter().map(p2pmem::Client::addr)).collect();
+        without.computed(context.environment, &addrs)
+    });
+    let report = WhatIfReport { answer, computed };
+    if context.json {
+        context.print_json(&report)?;
+    } else if args.table.is_plain() {
+        write!(context.out, "{}", table.render(&report.answer.candidates))?;
+    } else {
+        write!(context.out, "{}", render_what_if(&report, &table))?;
+        if let Some(computed) = &report.computed {
+            context.hint(&computed.advice());
+        }
+    }
+    Ok(Outcome::of(report.answer.errno.is_none()))
+}
+
+fn render_what_if(report: &WhatIfReport, table: &Table<CandidateDevice>) -> String {
+    let WhatIfReport { answer, computed } = report;
+    let heading = computed.as_ref().map(Computed::heading).unwrap_or_default();
+    if answer.candidates.is_empty() {
+        return format!("{heading}{}: this machine has no device with memory\n", answer.text);
+    }
+    let mut out = format!("{heading}{}\n\n{}", answer.text, table.render(&answer.candidates));
+    out += "\nWhat each device needs:\n";
+    for candidate in &answer.candidates {
+        out += &format!("  {}: {}\n", candidate.verdict.addr, candidate.source.detail);
+    }
+    out
+}
+
+impl Row for CandidateDevice {
+    const COLUMNS: &'static [Column<Self>] = &[
+        number("ID", "id of the provider; - if the device is not a provider", |c, _| {
+            optional(Some(c.verdict.provider).filter(|id| *id != 0))
+        }),
+        text("DEVICE", "PCI address of the device", |c, _| cell(c.verdict.addr)),
+        text("CLASS", "class of the path to the farthest client", |c, _| {
+            optional(c.verdict.class)
+        }),
+        on_request(number("HOPS", "links to all clients together", |c, _| {
+            cell(c.verdict.hops)
+        })),
+        on_request(number("BANDWIDTH", "MB/s of the narrowest link", |c, _| {
+            optional(c.verdict.bandwidth)
+        })),
+        number("SIZE", "size of the memory", |c, sizes| sizes.cell(c.verdict.size)),
+        on_request(number(
+            "FREE",
+            "free bytes; all if the memory is not published",
+            |c, sizes| sizes.cell(c.verdict.free),
+        )),
+        text("SOURCE", "interface that would hand out the memory", |c, _| {
+            cell(c.source.backend)
+        }),
+        text(
+            "USABLE",
+            "ready, possible after a step of the administrator, or no",
+            |c, _| scan::usable(c.source.availability),
+        ),
+        on_request(text("CODE", "the verdict in one word", |c, _| {
+            cell(code(c.verdict.code))
+        })),
+        on_request(message("DETAIL", "what the source needs", |c, _| {
+            cell(&c.source.detail)
+        })),
+        message("VERDICT", "the verdict, with the numbers that decided", |c, _| {
+            cell(&c.verdict.why).style(match c.verdict.code {
+                VerdictCode::Chosen => GOOD,
+                _ => FAINT,
+            })
+        }),
+    ];
+}
+
+/// Returns the columns of both tables of `explain`, for the help.
+pub(crate) fn columns_help() -> String {
+    let verdicts = table::help::<Verdict>("Columns");
+    let devices = table::help::<CandidateDevice>("Columns with --what-if");
+    format!("{verdicts}\n\n{devices}")
 }
 
 impl Row for Verdict {

@@ -10,7 +10,7 @@ use p2pmem::rules::{Action, Beneficiary};
 use p2pmem::PathClass;
 
 use crate::table::{help, TableArgs};
-use crate::{doctor, list, scan, topo};
+use crate::{alloc, doctor, list, scan, topo};
 
 /// Manage PCI peer-to-peer memory.
 ///
@@ -47,6 +47,11 @@ pub enum Command {
     #[command(after_help = help::<p2pmem::Provider>("Columns"))]
     List(ListArgs),
     /// Show the path class between each provider and each client, as a matrix.
+    ///
+    /// If the module is not loaded, or this user may not open its device, the matrix has all devices with memory. Its
+    /// heading says how the kernel can decide otherwise.
+    ///
+    /// With --svg, draw the machine: host bridges, switches, devices with memory, and clients.
     #[command(after_help = help::<topo::PathRow>("Columns of --list"))]
     Topo(TopoArgs),
     /// Publish a device's memory: the device becomes a provider.
@@ -74,7 +79,11 @@ pub enum Command {
     /// SIGUSR1, and SIGUSR2 are forwarded to the command.
     Run(crate::run::RunArgs),
     /// Show which provider a buffer would get and why, without an allocation.
-    #[command(after_help = help::<p2pmem::Verdict>("Columns"))]
+    ///
+    /// With --what-if, the decision is made over all devices with memory, as if they were published. SOURCE is the
+    /// interface that would hand out the memory, and USABLE whether it can be used now. Providers keep the verdicts of the
+    /// module. Rules do not apply to other devices. Without the module, all is computed from sysfs.
+    #[command(after_help = alloc::columns_help())]
     Explain(ExplainArgs),
     /// Show counters.
     #[command(after_help = help::<list::OneStats>("Columns"))]
@@ -184,9 +193,14 @@ pub struct TopoArgs {
     #[arg(value_name = "CLIENT")]
     pub clients: Vec<String>,
 
-    /// Show only the paths of this provider: an id or a device.
+    /// Show only the paths of this provider: an id or a device. Without the module: a device with memory.
     #[arg(long)]
     pub device: Option<String>,
+
+    /// Write a drawing of the machine to this file, or to standard output (-).
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["device", "list", "output",
+          "noheadings", "bytes"])]
+    pub svg: Option<PathBuf>,
 
     /// Print one path a line instead of the matrix. --output implies this.
     #[arg(short, long)]
@@ -403,6 +417,10 @@ pub struct ExplainArgs {
     /// The request.
     #[command(flatten)]
     pub request: RequestArgs,
+
+    /// Decide over all devices with memory, whether they are providers or not. Works without the module.
+    #[arg(long, conflicts_with_all = ["device", "prefer", "strategy", "parts"])]
+    pub what_if: bool,
 
     /// Form of the table.
     #[command(flatten)]

@@ -16,7 +16,7 @@ use clap_complete::env::{self, CompleteEnv, EnvCompleter, Shells};
 use p2pmem::admin::Admin;
 use p2pmem::inventory::Inventory;
 use p2pmem::rules::{RuleState, Rules};
-use p2pmem::{devices_in, short_size, Event, PathClass, PciDevice, Provider, Verdict};
+use p2pmem::{devices_in, short_size, CandidateDevice, Event, PathClass, PciDevice, Provider, Verdict};
 
 use crate::cli::{Cli, Shell};
 use crate::table::{self, Row};
@@ -129,7 +129,7 @@ type Candidates = fn(&Environment) -> Vec<CompletionCandidate>;
 /// The command of the command line with these words, the argument, and its candidates.
 const VALUES: &[(&[&str], &str, Candidates)] = &[
     (&["list"], "device", providers),
-    (&["topo"], "device", providers),
+    (&["topo"], "device", providers_or_memory_devices),
     (&["topo"], "clients", clients),
     (&["publish"], "device", publishable),
     (&["publish"], "positional", publishable),
@@ -163,7 +163,16 @@ const VALUES: &[(&[&str], &str, Candidates)] = &[
     (&["list"], OUTPUT, |_| columns::<Provider>()),
     (&["topo"], OUTPUT, |_| columns::<topo::PathRow>()),
     (&["rules", "list"], OUTPUT, |_| columns::<RuleState>()),
-    (&["explain"], OUTPUT, |_| columns::<Verdict>()),
+    (&["explain"], OUTPUT, |_| {
+        let (mut all, other) = (columns::<Verdict>(), columns::<CandidateDevice>());
+        let is_new = |value: &CompletionCandidate| {
+            table::names::<Verdict>()
+                .iter()
+                .all(|(name, _)| value.get_value() != *name)
+        };
+        all.extend(other.into_iter().filter(is_new));
+        all
+    }),
     (&["stats"], OUTPUT, |_| columns::<list::OneStats>()),
     (&["events"], OUTPUT, |_| columns::<Event>()),
     (&["scan"], OUTPUT, |_| columns::<scan::SourceRow>()),
@@ -231,6 +240,15 @@ fn providers(machine: &Environment) -> Vec<CompletionCandidate> {
         candidate(provider.addr.to_string(), help)
     });
     all.collect()
+}
+
+/// The providers; without the module, the devices with memory.
+fn providers_or_memory_devices(machine: &Environment) -> Vec<CompletionCandidate> {
+    let all = providers(machine);
+    if all.is_empty() && !machine.has_module() {
+        return memory_devices(machine);
+    }
+    all
 }
 
 /// The devices that can use memory: their names, or else their addresses.

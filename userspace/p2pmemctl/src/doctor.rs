@@ -3,12 +3,14 @@
 //! `doctor`: checks all preconditions of peer-to-peer memory; each failure comes with a remedy.
 
 mod kernel;
+mod memory;
 mod paths;
 mod rdma;
 
 use std::fmt;
 
-use p2pmem::devices_in;
+use p2pmem::inventory::Inventory;
+use p2pmem::{devices_in, ErrorKind, PciDevice};
 use serde::Serialize;
 
 use crate::cli::DoctorArgs;
@@ -137,18 +139,36 @@ fn render_report(report: &Report, table: &Table<Check>) -> String {
 
 fn examine(machine: &Environment) -> Vec<Check> {
     let devices = devices_in(&machine.path("sys")).unwrap_or_default();
+    let opened = (machine.open)();
+    // Without the module, the checks say what the module would find. That it is missing is reported once.
+    let without = !machine.has_module()
+        && matches!(&opened, Err(error) if matches!(error.kind(), ErrorKind::ModuleMissing | ErrorKind::NotFound));
+    let providers = opened.as_ref().ok().and_then(|device| device.providers().ok());
+    let providers: Option<Vec<_>> = providers.map(|all| all.iter().map(|provider| provider.addr).collect());
+    let memory_devices = Inventory::read_in(&machine.root, providers.as_deref())
+        .map_or_else(|_| Vec::new(), |inventory| inventory.memory_devices);
     let mut checks = vec![module(machine)];
-    checks.extend(device(machine));
+    if without {
+        checks.push(memory::publishable(&memory_devices));
+    } else {
+        checks.extend(device(opened));
+    }
     checks.push(kernel::release(machine));
     checks.push(kernel::config(machine));
     checks.push(kernel::signatures(machine));
-    checks.push(configfs(machine));
-    checks.push(paths::host_bridge(machine, &devices));
+    checks.push(configfs(machine, without));
+    checks.push(paths::host_bridges(machine, &devices));
     checks.push(paths::iommu(machine));
     checks.push(paths::acs(machine, &devices));
-    checks.push(paths::bars(machine));
+    checks.push(paths::bars(&memory_devices));
+    checks.extend(memory::of_drivers(machine, &memory_devices));
     checks.extend(rdma::rdma(machine));
     checks
+}
+
+/// Returns what the check of the host bridges found, for other commands.
+pub(crate) fn host_bridge_summary(machine: &Environment, devices: &[PciDevice]) -> String {
+    paths::host_bridges(machine, devices).found
 }
 
 fn module(machine: &Environment) -> Check {
@@ -161,8 +181,8 @@ fn module(machine: &Environment) -> Check {
 }
 
 /// Checks the device file, the ABI version, and the providers.
-fn device(machine: &Environment) -> Vec<Check> {
-    let device = match (machine.open)() {
+fn device(opened: p2pmem::Result<p2pmem::Device>) -> Vec<Check> {
+    let device = match opened {
         Ok(device) => device,
         Err(error) => {
             let check = if matches!(error, p2pmem::Error::Abi { .. }) {
@@ -205,15 +225,20 @@ fn device(machine: &Environment) -> Vec<Check> {
     checks
 }
 
-fn configfs(machine: &Environment) -> Check {
+/// Checks the file system by which devices are published. `without`: the module is missing, which another check reports.
+fn configfs(machine: &Environment, without: bool) -> Check {
     const NAME: &str = "configfs";
     let mounts = machine.read("proc/mounts").unwrap_or_default();
     let mounted = mounts.lines().any(|l| {
         let mut fields = l.split(' ').skip(1);
         fields.next() == Some("/sys/kernel/config") && fields.next() == Some("configfs")
     });
+    if without && mounted {
+        return Check::new(NAME, Level::Ok, "mounted; the module adds p2pmem/providers");
+    }
     if !mounted {
-        return Check::new(NAME, Level::Failure, "not mounted, so no device can be published")
+        let level = if without { Level::Warning } else { Level::Failure };
+        return Check::new(NAME, level, "not mounted, so no device can be published")
             .remedy("mount -t configfs none /sys/kernel/config");
     }
     if machine.path("sys/kernel/config/p2pmem/providers").exists() {

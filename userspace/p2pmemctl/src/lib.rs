@@ -5,6 +5,7 @@
 mod alloc;
 mod cli;
 mod completion;
+mod computed;
 mod doctor;
 mod environment;
 mod events;
@@ -65,6 +66,21 @@ impl fmt::Display for UsageError {
 
 impl std::error::Error for UsageError {}
 
+/// An error with a remedy that the library does not know.
+#[derive(Debug)]
+struct Advised {
+    error: p2pmem::Error,
+    remedy: &'static str,
+}
+
+impl fmt::Display for Advised {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for Advised {}
+
 /// Runs the tool with the process's arguments, on this machine.
 pub fn main() -> ExitCode {
     // Answers the shell and exits if the shell requests completions.
@@ -111,8 +127,11 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 fn report(context: &mut Context<'_>, error: &anyhow::Error) {
+    let advised = error.downcast_ref::<Advised>();
     let known = error.chain().find_map(|e| e.downcast_ref::<p2pmem::Error>());
-    let remedy = known.and_then(p2pmem::Error::remedy);
+    let known = known.or(advised.map(|advised| &advised.error));
+    let remedy = advised.map(|advised| advised.remedy);
+    let remedy = remedy.or_else(|| known.and_then(p2pmem::Error::remedy));
     let text = format!("{error:#}");
     if context.json {
         let value = serde_json::json!({

@@ -103,7 +103,7 @@ fn list_of(names: &[impl ToString]) -> String {
     names.join(",")
 }
 
-fn usable(availability: Availability) -> Cell {
+pub(crate) fn usable(availability: Availability) -> Cell {
     cell(availability).style(match availability {
         Availability::Ready => GOOD,
         Availability::Possible => WARNING,

@@ -1,12 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `topo`: the paths between providers and clients, as a matrix or as a list.
+//! `topo`: the paths between providers and clients, as a matrix or as a list, and a drawing of the machine.
+
+mod drawing;
 
 use anstyle::Style;
-use p2pmem::{devices_in, Client, Path, PathClass, PciAddr, Provider};
+use anyhow::bail;
+use p2pmem::inventory::{Inventory, MemoryDevice};
+use p2pmem::{devices_in, path_between_in, Client, Device, Path, PathClass, PciAddr, Provider};
 use serde::Serialize;
 
 use crate::cli::TopoArgs;
+use crate::computed::{Access, Computed, Without};
 use crate::list::NO_PROVIDERS;
 use crate::table::{cell, number, on_request, optional, render, text, yes_or_no, Cell, Column, Content, Header, Row};
 use crate::table::{BAD, FAINT, GOOD, WARNING};
@@ -14,59 +19,79 @@ use crate::{Context, Outcome};
 
 #[derive(Serialize)]
 struct Topology {
+    /// How the answer can differ from the module's; none with the module.
+    computed: Option<Computed>,
+    /// The providers; empty without the module.
     providers: Vec<Provider>,
+    /// Without the module, the devices with memory; else empty.
+    memory_devices: Vec<MemoryDevice>,
     clients: Vec<Client>,
     /// Paths; `client` is an index into `clients`.
-    paths: Vec<Path>,
+    paths: Vec<MemoryPath>,
+}
+
+/// A path between memory and a client.
+#[derive(Serialize)]
+struct MemoryPath {
+    /// The device that has the memory.
+    addr: PciAddr,
+    /// The path. Its `provider` is 0 without the module.
+    #[serde(flatten)]
+    path: Path,
 }
 
 pub(crate) fn topo(context: &mut Context<'_>, args: &TopoArgs) -> anyhow::Result<Outcome> {
     let Some(table) = args.table.of::<PathRow>(context)? else {
         return Ok(Outcome::Done);
     };
-    let clients = if args.clients.is_empty() {
-        let devices = devices_in(&context.environment.path("sys"))?;
-        devices
-            .iter()
-            .filter(|d| d.is_likely_client())
-            .map(p2pmem::PciDevice::client)
-            .collect()
-    } else {
-        context.clients(&args.clients)?
-    };
-    let device = context.open()?;
-    let providers = context.providers(&device, args.device.as_deref())?;
-    let mut paths = if clients.is_empty() {
-        Vec::new()
-    } else if args.rescan {
-        device.rescan_paths(&clients)?
-    } else {
-        device.paths(&clients)?
-    };
-    paths.retain(|path| providers.iter().any(|provider| provider.id == path.provider));
-    let topology = Topology {
-        providers,
-        clients,
-        paths,
+    let clients = clients(context, args)?;
+    if let Some(file) = &args.svg {
+        return drawing::draw(context, &clients, file);
+    }
+    let topology = match context.access()? {
+        Access::Module(device) => Topology::of_module(context, &device, args, clients)?,
+        Access::Sysfs(without) => Topology::of_sysfs(context, &without, args, clients)?,
     };
     if context.json {
         context.print_json(&topology)?;
-    } else if topology.providers.is_empty() {
-        context.hint(NO_PROVIDERS);
+        return Ok(Outcome::Done);
+    }
+    let plain = args.table.is_plain();
+    if topology.is_empty() {
+        context.hint(if topology.computed.is_some() {
+            NO_MEMORY
+        } else {
+            NO_PROVIDERS
+        });
     } else if topology.clients.is_empty() {
         context.hint("This machine has no storage, network, or InfiniBand device and no accelerator: specify clients.");
-    } else if args.list || args.table.selects() {
-        write!(context.out, "{}", table.render(&topology.rows()))?;
     } else {
-        let matrix = topology.matrix(!args.table.is_plain());
-        let legend = if args.table.is_plain() {
-            String::new()
+        let heading = topology.computed.as_ref().filter(|_| !plain).map(Computed::heading);
+        write!(context.out, "{}", heading.unwrap_or_default())?;
+        if args.list || args.table.selects() {
+            write!(context.out, "{}", table.render(&topology.rows()))?;
         } else {
-            topology.legend()
-        };
-        write!(context.out, "{matrix}{legend}")?;
+            let legend = if plain { String::new() } else { topology.legend() };
+            write!(context.out, "{}{legend}", topology.matrix(!plain))?;
+        }
+    }
+    if let Some(computed) = topology.computed.as_ref().filter(|_| !plain) {
+        context.hint(&computed.advice());
     }
     Ok(Outcome::Done)
+}
+
+/// The hint for a machine without memory to share.
+const NO_MEMORY: &str = "No device of this machine has memory to share: `p2pmemctl scan --all` shows why.";
+
+/// Returns the clients that were specified, or all devices that are likely clients.
+fn clients(context: &Context<'_>, args: &TopoArgs) -> anyhow::Result<Vec<Client>> {
+    if !args.clients.is_empty() {
+        return context.clients(&args.clients);
+    }
+    let devices = devices_in(&context.environment.path("sys"))?;
+    let likely = devices.iter().filter(|d| d.is_likely_client());
+    Ok(likely.map(p2pmem::PciDevice::client).collect())
 }
 
 /// A path in the list.
@@ -78,8 +103,12 @@ pub(crate) struct PathRow {
 
 impl Row for PathRow {
     const COLUMNS: &'static [Column<Self>] = &[
-        number("ID", "id of the provider", |row, _| cell(row.path.provider)),
-        text("DEVICE", "PCI address of the provider", |row, _| cell(row.provider)),
+        number("ID", "id of the provider; - without the module", |row, _| {
+            optional(Some(row.path.provider).filter(|id| *id != 0))
+        }),
+        text("DEVICE", "PCI address of the device with the memory", |row, _| {
+            cell(row.provider)
+        }),
         text("CLIENT", "name of the client", |row, _| cell(row.client.name())),
         text("ADDRESS", "PCI address of the client", |row, _| cell(row.client.addr())),
         text("CLASS", "path class; X: the provider itself", |row, _| row.class()),
@@ -144,12 +173,84 @@ fn style(class: PathClass) -> Style {
 }
 
 impl Topology {
+    fn of_module(
+        context: &Context<'_>,
+        device: &Device,
+        args: &TopoArgs,
+        clients: Vec<Client>,
+    ) -> anyhow::Result<Self> {
+        let providers = context.providers(device, args.device.as_deref())?;
+        let paths = if clients.is_empty() {
+            Vec::new()
+        } else if args.rescan {
+            device.rescan_paths(&clients)?
+        } else {
+            device.paths(&clients)?
+        };
+        let paths = paths.into_iter().filter_map(|path| {
+            let provider = providers.iter().find(|provider| provider.id == path.provider)?;
+            Some(MemoryPath {
+                addr: provider.addr,
+                path,
+            })
+        });
+        Ok(Self {
+            computed: None,
+            paths: paths.collect(),
+            providers,
+            memory_devices: Vec::new(),
+            clients,
+        })
+    }
+
+    /// Computes the paths from sysfs. Nothing is cached, so `--rescan` changes nothing.
+    fn of_sysfs(
+        context: &Context<'_>,
+        without: &Without,
+        args: &TopoArgs,
+        clients: Vec<Client>,
+    ) -> anyhow::Result<Self> {
+        let mut memory_devices = Inventory::read_in(&context.environment.root, None)?.memory_devices;
+        if let Some(name) = &args.device {
+            let addr = match name.parse::<u32>() {
+                Ok(_) => bail!("{name} is the id of a provider, which only the module knows: name the device"),
+                Err(_) => context.client(name)?.addr(),
+            };
+            memory_devices.retain(|memory_device| memory_device.device.addr == addr);
+            if memory_devices.is_empty() {
+                bail!("{name} has no memory to share: see `p2pmemctl scan`");
+            }
+        }
+        let sys = context.environment.path("sys");
+        let mut paths = Vec::new();
+        for memory_device in &memory_devices {
+            let addr = memory_device.device.addr;
+            for (n, client) in clients.iter().enumerate() {
+                let mut path = path_between_in(&sys, addr, client)?;
+                path.client = n;
+                paths.push(MemoryPath { addr, path });
+            }
+        }
+        let memory = memory_devices.iter().map(|memory_device| memory_device.device.addr);
+        let addrs: Vec<_> = memory.chain(clients.iter().map(Client::addr)).collect();
+        Ok(Self {
+            computed: Some(without.computed(context.environment, &addrs)),
+            providers: Vec::new(),
+            memory_devices,
+            clients,
+            paths,
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.providers.is_empty() && self.memory_devices.is_empty()
+    }
+
     /// Returns the paths: first all of the first provider.
     fn rows(&self) -> Vec<PathRow> {
-        let rows = self.paths.iter().filter_map(|path| {
-            let provider = self.providers.iter().find(|provider| provider.id == path.provider)?;
+        let rows = self.paths.iter().filter_map(|MemoryPath { addr, path }| {
             Some(PathRow {
-                provider: provider.addr,
+                provider: *addr,
                 client: self.clients.get(path.client)?.clone(),
                 path: path.clone(),
             })
@@ -167,17 +268,22 @@ impl Topology {
         headers.extend(self.clients.iter().map(|c| column(c.name(), Content::Text)));
         headers.push(column("NUMA", Content::Text));
         let paths = self.rows();
-        let rows: Vec<_> = self
+        let providers = self
             .providers
             .iter()
-            .map(|provider| {
-                let mut row = vec![cell(provider.id), cell(provider.addr)];
+            .map(|p| (Some(p.id), p.addr, optional(p.numa_node)));
+        let memory_devices = self.memory_devices.iter().map(|m| &m.device);
+        let memory_devices = memory_devices.map(|d| (None, d.addr, optional(d.numa_node)));
+        let rows: Vec<_> = providers
+            .chain(memory_devices)
+            .map(|(id, addr, numa)| {
+                let mut row = vec![optional(id), cell(addr)];
                 row.extend((0..self.clients.len()).map(|client| {
                     let mut paths = paths.iter();
-                    let path = paths.find(|row| row.path.provider == provider.id && row.path.client == client);
+                    let path = paths.find(|row| row.provider == addr && row.path.client == client);
                     path.map_or_else(|| cell("?"), PathRow::cell)
                 }));
-                row.push(optional(provider.numa_node));
+                row.push(numa);
                 row
             })
             .collect();

@@ -16,6 +16,8 @@ use serde_json::Value;
 struct Machine {
     dir: tempfile::TempDir,
     fake: Fake,
+    /// The errno of opening the module's device, or 0.
+    open_error: i32,
 }
 
 /// Creates a sysfs with the drive nvme0, a drive that is also a provider, and a sound card.
@@ -46,7 +48,11 @@ fn machine(fake: Fake) -> Machine {
     device("0000:05:00.0", "0x010802", "nvme1");
     device("0000:06:00.0", "0x040300", "");
     device("0000:0a:00.0", "0x020700", "");
-    Machine { dir, fake }
+    Machine {
+        dir,
+        fake,
+        open_error: 0,
+    }
 }
 
 impl Machine {
@@ -69,10 +75,16 @@ impl Machine {
 
     fn run_styled(&self, args: &[&str]) -> (u8, String, String) {
         let cli = Cli::try_parse_from(std::iter::once("p2pmemctl").chain(args.iter().copied())).expect("good usage");
-        let fake = self.fake.clone();
+        let (fake, errno) = (self.fake.clone(), self.open_error);
         let environment = Environment {
             root: self.root().to_owned(),
-            open: Box::new(move || Ok(fake.device())),
+            open: Box::new(move || match errno {
+                0 => Ok(fake.device()),
+                errno => Err(p2pmem::Error::Open {
+                    path: p2pmem::DEFAULT_PATH.into(),
+                    error: std::io::Error::from_raw_os_error(errno),
+                }),
+            }),
         };
         let (mut out, mut err) = (Vec::new(), Vec::new());
         let mut context = Context {
@@ -144,7 +156,7 @@ fn columns_are_selected_as_lsblk_does() {
 }
 
 /// The commands that print tables, with arguments that need nothing else.
-const TABLES: [&[&str]; 8] = [
+const TABLES: [&[&str]; 9] = [
     &["list"],
     &["topo", "--list"],
     &["stats"],
@@ -152,6 +164,7 @@ const TABLES: [&[&str]; 8] = [
     &["scan", "--clients"],
     &["doctor"],
     &["explain", "1M"],
+    &["explain", "--what-if", "1M"],
     &["events", "--timeout", "0"],
 ];
 
@@ -592,6 +605,7 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
     assert_eq!(sources[1]["availability"], "ready");
     // The capabilities that each source misses are a list in the JSON output, and a column.
     assert_eq!(sources[0]["missing"], serde_json::json!([]));
+    let (_, out) = machine.run(&["scan", "--all"]);
     let missing = "dma-buf,rules,quotas,revoke,placement,sharing,clearing";
     let (_, out) = machine.run(&["scan", "--all", "-no", "source,missing"]);
     let (by_module, by_sysfs) = ("module  -", format!("sysfs   {missing}"));
@@ -609,6 +623,299 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
     assert!(
         out.lines()
             .any(|line| line.starts_with("vfio    direct-io,rules,quotas,")),
+        "{out}"
+    );
+}
+
+const ENOENT: i32 = 2;
+const EACCES: i32 = 13;
+
+/// Creates a machine without the module. Below the switch 0000:01:00.0: an accelerator without a driver, an NVIDIA GPU, and
+/// a NIC. Below another root port: the drive nvme0 with published memory.
+fn machine_without_module() -> Machine {
+    let machine = Machine {
+        open_error: ENOENT,
+        ..machine(Fake::new())
+    };
+    let sys = machine.root().join("sys");
+    fs::remove_dir_all(&sys).unwrap();
+    fs::create_dir_all(sys.join("bus/pci/devices")).unwrap();
+    let device = |path: &str, class: &str, driver: &str, size: u64| {
+        let folder = sys.join("devices/pci0000:00").join(path);
+        fs::create_dir_all(&folder).unwrap();
+        for (file, text) in [
+            ("vendor", "0x1de5"),
+            ("device", "0x0010"),
+            ("class", class),
+            ("numa_node", "-1"),
+        ] {
+            fs::write(folder.join(file), text).unwrap();
+        }
+        if size > 0 {
+            let end = 0x38_0000_0000 + size - 1;
+            fs::write(folder.join("resource"), format!("0x3800000000 {end:#x} 0x142204\n")).unwrap();
+        }
+        if !driver.is_empty() {
+            symlink(Path::new("/drivers").join(driver), folder.join("driver")).unwrap();
+        }
+        symlink(&folder, sys.join("bus/pci/devices").join(folder.file_name().unwrap())).unwrap();
+        folder
+    };
+    let bridge = "0x060400";
+    device("0000:00:01.0", bridge, "", 0);
+    device("0000:00:01.0/0000:01:00.0", bridge, "", 0);
+    for (port, below, class, driver, size) in [
+        ("00", "03", "0x120000", "", 64 << 20),
+        ("01", "04", "0x030200", "nvidia", 1 << 30),
+        ("02", "05", "0x020700", "mlx5_core", 0),
+    ] {
+        let port = format!("0000:00:01.0/0000:01:00.0/0000:02:{port}.0");
+        device(&port, bridge, "", 0);
+        device(&format!("{port}/0000:{below}:00.0"), class, driver, size);
+    }
+    device("0000:00:02.0", bridge, "", 0);
+    let drive = device("0000:00:02.0/0000:08:00.0", "0x010802", "nvme", 0);
+    let class = |folder: &Path, class: &str, name: &str| {
+        fs::create_dir_all(folder.join(class).join(name)).unwrap();
+        fs::create_dir_all(sys.join("class").join(class)).unwrap();
+        symlink(folder.join(class).join(name), sys.join("class").join(class).join(name)).unwrap();
+    };
+    class(&drive, "nvme", "nvme0");
+    class(&sys.join("bus/pci/devices/0000:05:00.0"), "infiniband", "mlx5_0");
+    fs::create_dir_all(drive.join("p2pmem")).unwrap();
+    for (file, value) in [("size", "16777216"), ("available", "16777216"), ("published", "1")] {
+        fs::write(drive.join("p2pmem").join(file), value).unwrap();
+    }
+    machine
+}
+
+/// The last message of a command without the module, for a user who is not root.
+const ADVICE: &str =
+    "Run as root to see ports that redirect by ACS, and load the module (modprobe p2pmem) for the kernel's \
+                      decisions.\n";
+
+#[test]
+fn topo_without_the_module_is_computed_from_sysfs() {
+    let machine = machine_without_module();
+    let (code, out, err) = machine.run_all(&["topo", "mlx5_0", "nvme0"]);
+    let expected = "\
+Computed from sysfs: the module is not loaded. The kernel can decide otherwise:
+  - paths through the root complex (PHB, NODE, SYS) count as usable; no host bridge is visible; `p2pmemctl topo` with the \
+module shows the kernel's verdicts
+  - whether ports redirect by ACS is unknown: only root can read the configuration space of 6 bridges
+
+ID  DEVICE        mlx5_0  nvme0  NUMA
+ -  0000:03:00.0  SW:4    PHB:6  -
+ -  0000:04:00.0  SW:4    PHB:6  -
+ -  0000:08:00.0  PHB:6   X      -
+
+Clients:
+";
+    assert!(code == 0 && out.starts_with(expected), "{out}");
+    assert_eq!(err, ADVICE);
+    let (code, out, err) = machine.run_all(&["topo", "mlx5_0", "-no", "DEVICE,CLASS", "--device", "03:00.0"]);
+    assert_eq!((code, out.as_str(), err.as_str()), (0, "0000:03:00.0  SW\n", ""));
+    let (_, json) = machine.json(&["topo", "mlx5_0"]);
+    let computed = &json["computed"];
+    assert_eq!(computed["module"], "not-loaded");
+    assert_eq!(computed["unreadable_bridges"].as_array().unwrap().len(), 6);
+    assert!(
+        computed["remedy"].as_str().unwrap().contains("modprobe p2pmem"),
+        "{json}"
+    );
+    assert_eq!(json["providers"], serde_json::json!([]));
+    assert_eq!(json["memory_devices"][1]["driver"], "nvidia");
+    assert_eq!(
+        (
+            &json["paths"][2]["addr"],
+            &json["paths"][2]["class"],
+            &json["paths"][2]["provider"]
+        ),
+        (&"0000:08:00.0".into(), &"host-bridge".into(), &0.into())
+    );
+    // All clients of the machine, which include the accelerator and the GPU.
+    let (_, json) = machine.json(&["topo"]);
+    assert_eq!(
+        (
+            json["clients"].as_array().unwrap().len(),
+            json["paths"].as_array().unwrap().len()
+        ),
+        (4, 12)
+    );
+    for (args, words) in [
+        (["--device", "1"], "name the device"),
+        (["--device", "mlx5_0"], "has no memory to share"),
+        (["--device", "mlx5_9"], "mlx5_9"),
+    ] {
+        let (code, _, err) = machine.run_all(&[&["topo"][..], &args].concat());
+        assert!(code == 1 && err.contains(words), "{args:?}: {err}");
+    }
+}
+
+#[test]
+fn root_reads_acs_and_needs_the_module_alone() {
+    let machine = machine_without_module();
+    for entry in fs::read_dir(machine.root().join("sys/bus/pci/devices")).unwrap() {
+        let folder = entry.unwrap().path();
+        let name = folder.file_name().unwrap().to_str().unwrap().to_owned();
+        let mut config = vec![0u8; 4096];
+        config[0x34] = 0x40;
+        let kind = match name.as_str() {
+            "0000:00:01.0" | "0000:00:02.0" => 0x42,
+            "0000:01:00.0" => 0x52,
+            _ if name.starts_with("0000:02") => 0x62,
+            _ => 0x02,
+        };
+        config[0x40..0x43].copy_from_slice(&[0x10, 0, kind]);
+        if name == "0000:02:00.0" {
+            config[0x100..0x104].copy_from_slice(&[0x0d, 0, 0x01, 0]);
+            config[0x106] = 0x1d;
+        }
+        fs::write(folder.join("config"), config).unwrap();
+    }
+    let (code, out, err) = machine.run_all(&["topo", "mlx5_0"]);
+    assert!(
+        code == 0 && out.contains("0000:03:00.0  PHB:4*") && out.contains("0000:04:00.0  SW:4 "),
+        "{out}"
+    );
+    assert!(!out.contains("only root"), "{out}");
+    assert_eq!(err, "Load the module (modprobe p2pmem) for the kernel's decisions.\n");
+}
+
+#[test]
+fn without_access_to_the_module_the_answer_is_computed() {
+    let mut machine = machine_without_module();
+    machine.open_error = EACCES;
+    fs::create_dir_all(machine.root().join("sys/module/p2pmem")).unwrap();
+    for command in [&["topo", "mlx5_0"][..], &["explain", "--what-if", "1M"]] {
+        let (code, out, err) = machine.run_all(command);
+        assert!(
+            code == 0 && out.contains("may not open the module's device") && out.contains("rules are not known"),
+            "{out}"
+        );
+        assert!(
+            err.starts_with("Run as root, or join the group") && err.contains("usermod") && err.lines().count() == 1,
+            "{err}"
+        );
+    }
+    let (code, _, err) = machine.run_all(&["explain", "1M"]);
+    assert!(code == 1 && err.contains("EACCES") && err.contains("usermod"), "{err}");
+    // Another error is no reason to compute an answer.
+    machine.open_error = 12;
+    let (code, out, err) = machine.run_all(&["topo"]);
+    assert!(code == 1 && out.is_empty() && err.contains("ENOMEM"), "{err}");
+}
+
+#[test]
+fn explain_what_if_decides_without_the_module() {
+    let machine = machine_without_module();
+    let (code, out, err) = machine.run_all(&["explain", "--what-if", "16M", "--near", "mlx5_0"]);
+    let expected = "
+0000:04:00.0 would be chosen
+
+ID  DEVICE        CLASS  SIZE  SOURCE  USABLE    VERDICT
+ -  0000:03:00.0  SW      64M  module  possible  less space: its largest piece is 64 MiB, the chosen one's 1 GiB
+ -  0000:04:00.0  SW       1G  driver  ready     chosen: below the same switch as mlx5_0 (4 hops), 1 GiB free
+ -  0000:08:00.0  PHB     16M  module  possible  farther: through the host bridge to mlx5_0 (6 hops), the chosen one stays \
+in the switch
+
+What each device needs:
+  0000:03:00.0: load the module (modprobe p2pmem), then p2pmemctl publish 0000:03:00.0
+  0000:04:00.0: nvidia: dma-buf by ";
+    assert!(code == 0 && out.contains(expected), "{out}");
+    assert!(
+        out.starts_with("Computed from sysfs: the module is not loaded."),
+        "{out}"
+    );
+    assert_eq!(err, ADVICE);
+    let (_, out, err) = machine.run_all(&["explain", "--what-if", "16M", "-no", "DEVICE,CODE"]);
+    assert_eq!(
+        (out.as_str(), err.as_str()),
+        ("0000:03:00.0  space\n0000:04:00.0  chosen\n0000:08:00.0  space\n", "")
+    );
+    let (code, json) = machine.json(&["explain", "--what-if", "16M", "--near", "nvme0", "--max-class", "DEV"]);
+    assert_eq!(
+        (code, &json["chosen"], &json["module"]),
+        (0, &"0000:08:00.0".into(), &false.into())
+    );
+    assert_eq!(json["computed"]["module"], "not-loaded");
+    let candidate = &json["candidates"][1];
+    assert_eq!(
+        (&candidate["code"], &candidate["source"]["backend"], &candidate["class"]),
+        (&"too-far".into(), &"driver".into(), &"host-bridge".into())
+    );
+    let (code, json) = machine.json(&["explain", "--what-if", "1T"]);
+    assert_eq!((code, &json["chosen"], &json["errno"]), (1, &Value::Null, &19.into()));
+    let (code, _, err) = machine.run_all(&["explain", "--what-if", "1M", "--near", "mlx5_7"]);
+    assert!(code == 1 && err.contains("mlx5_7"), "{err}");
+    // Without --what-if, the error says what to do.
+    let (code, json) = machine.json(&["explain", "1M"]);
+    let remedy = json["remedy"].as_str().unwrap();
+    assert!(
+        code == 1 && remedy.contains("modprobe p2pmem") && remedy.contains("--what-if"),
+        "{json}"
+    );
+    assert_eq!(json["errno"], 2);
+}
+
+#[test]
+fn explain_what_if_adds_unpublished_devices_to_the_providers() {
+    let mut machine = machine_without_module();
+    machine.open_error = 0;
+    machine.fake = Fake::new().provider("0000:03:00.0".parse().unwrap(), 64 << 20);
+    let (code, out, err) = machine.run_all(&["explain", "--what-if", "16M", "--near", "nvme0"]);
+    assert_eq!((code, err.as_str()), (0, ""));
+    assert!(out.starts_with("0000:08:00.0 would be chosen\n"), "{out}");
+    assert!(
+        out.contains(" 1  0000:03:00.0  PHB     64M  module  ready     farther: "),
+        "{out}"
+    );
+    assert!(out.contains("  0000:03:00.0: it is a provider\n"), "{out}");
+    let (_, json) = machine.json(&["explain", "--what-if", "16M", "--near", "nvme0"]);
+    assert_eq!((&json["module"], &json["computed"]), (&true.into(), &Value::Null));
+}
+
+#[test]
+fn topo_draws_the_machine() {
+    let machine = machine_without_module();
+    let file = machine.root().join("machine.svg");
+    let (code, out, err) = machine.run_all(&["topo", "--svg", file.to_str().unwrap()]);
+    assert_eq!((code, out.as_str(), err.as_str()), (0, "", ADVICE));
+    let document = fs::read_to_string(&file).unwrap();
+    let (_, out, _) = machine.run_all(&["topo", "--svg", "-"]);
+    assert_eq!(out, document);
+    roxmltree::Document::parse(&document).unwrap();
+    for words in [
+        "0000:03:00.0",
+        "0000:04:00.0, nvidia",
+        "mlx5_0 (InfiniBand NIC)",
+        "nvme0 (NVMe drive)",
+        "PCIe switch",
+    ] {
+        assert!(document.contains(words), "{words}: {document}");
+    }
+    let (code, _, err) = machine.run_all(&["topo", "--svg", "-", "--json"]);
+    assert!(code == 2 && err.contains("not JSON"), "{err}");
+    let (code, _, err) = machine.run_all(&["topo", "--svg", "/nonexistent/file.svg"]);
+    assert!(code == 1 && err.contains("cannot write /nonexistent/file.svg"), "{err}");
+}
+
+#[test]
+fn machine_without_memory_has_a_hint() {
+    let machine = Machine {
+        open_error: ENOENT,
+        ..machine(Fake::new())
+    };
+    let (code, out, err) = machine.run_all(&["topo"]);
+    assert_eq!((code, out.as_str()), (0, ""));
+    let lines: Vec<_> = err.lines().collect();
+    assert!(
+        lines.len() == 2 && lines[0].contains("scan --all") && lines[1].contains("modprobe p2pmem"),
+        "{err}"
+    );
+    let (code, out, _) = machine.run_all(&["explain", "--what-if", "1M"]);
+    assert!(
+        code == 1 && out.contains("this machine has no device with memory"),
         "{out}"
     );
 }

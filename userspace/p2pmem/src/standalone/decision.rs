@@ -12,29 +12,29 @@ use crate::types::{human_size, Path, PathClass};
 
 /// Memory that could serve a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Candidate {
-    pub(super) id: u32,
-    pub(super) addr: PciAddr,
-    pub(super) size: u64,
-    pub(super) free: u64,
-    /// Size of the largest piece, as in [`Found`](super::source::Found).
-    pub(super) largest: u64,
+pub(crate) struct Candidate {
+    pub(crate) id: u32,
+    pub(crate) addr: PciAddr,
+    pub(crate) size: u64,
+    pub(crate) free: u64,
+    /// Size of the largest piece, as in `Found` of a source.
+    pub(crate) largest: u64,
     /// The path to each client.
-    pub(super) paths: Vec<Path>,
+    pub(crate) paths: Vec<Path>,
 }
 
 /// A decision, in the form of the module's explanation.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Decision {
-    pub(super) verdicts: Vec<abi::p2pmem_verdict>,
-    pub(super) text: String,
-    pub(super) error: i32,
-    pub(super) chosen: u32,
+pub(crate) struct Decision {
+    pub(crate) verdicts: Vec<abi::p2pmem_verdict>,
+    pub(crate) text: String,
+    pub(crate) error: i32,
+    pub(crate) chosen: u32,
 }
 
 impl Decision {
     /// Returns the decision for an error that is not about memory: no verdicts.
-    pub(super) fn refusal(error: i32, text: impl Into<String>) -> Self {
+    pub(crate) fn refusal(error: i32, text: impl Into<String>) -> Self {
         Self {
             text: text.into(),
             error,
@@ -43,14 +43,41 @@ impl Decision {
     }
 
     /// Returns the class of the path between the chosen memory and its farthest client; 0 without clients.
-    pub(super) fn class(&self) -> u32 {
+    pub(crate) fn class(&self) -> u32 {
         let chosen = self.verdicts.iter().find(|verdict| verdict.provider == self.chosen);
         chosen.map_or(0, |verdict| verdict.class)
     }
 }
 
-/// The criteria, the most important first: class, hops, bandwidth, NUMA distance, id. The smallest value is chosen.
-type Rank = (Option<PathClass>, u32, Reverse<u32>, u32, u32);
+/// The criteria of the module's strategy nearest, the most important first. The smallest value is chosen.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    class: Option<PathClass>,
+    hops: u32,
+    bandwidth: Reverse<u32>,
+    /// The largest distance, the maximum if unknown.
+    numa: u32,
+    /// The used part of the memory, in permille.
+    load: u64,
+    /// Size of the largest piece.
+    largest: Reverse<u64>,
+    id: u32,
+}
+
+impl Rank {
+    /// Returns the code of the criterion by which the rank differs from that of the chosen candidate.
+    fn lost(&self, chosen: &Self) -> u32 {
+        match () {
+            () if self.class != chosen.class => abi::P2PMEM_VERDICT_CLASS,
+            () if self.hops != chosen.hops => abi::P2PMEM_VERDICT_HOPS,
+            () if self.bandwidth != chosen.bandwidth => abi::P2PMEM_VERDICT_BANDWIDTH,
+            () if self.numa != chosen.numa => abi::P2PMEM_VERDICT_NUMA,
+            () if self.load != chosen.load => abi::P2PMEM_VERDICT_LOAD,
+            () if self.largest != chosen.largest => abi::P2PMEM_VERDICT_SPACE,
+            () => abi::P2PMEM_VERDICT_ORDER,
+        }
+    }
+}
 
 /// The distance between a candidate and all clients.
 struct Reach {
@@ -76,15 +103,23 @@ impl Reach {
         }
     }
 
-    fn rank(&self, id: u32) -> Rank {
-        let numa = if self.numa == 0 { u32::MAX } else { self.numa };
-        let class = self.worst.map(|(class, _)| class);
-        (class, self.hops, Reverse(self.bandwidth), numa, id)
+    fn rank(&self, candidate: &Candidate) -> Rank {
+        let used = u128::from(candidate.size.saturating_sub(candidate.free));
+        let load = (used * 1000).checked_div(u128::from(candidate.size)).unwrap_or(0);
+        Rank {
+            class: self.worst.map(|(class, _)| class),
+            hops: self.hops,
+            bandwidth: Reverse(self.bandwidth),
+            numa: if self.numa == 0 { u32::MAX } else { self.numa },
+            load: u64::try_from(load).unwrap_or(1000),
+            largest: Reverse(candidate.largest),
+            id: candidate.id,
+        }
     }
 }
 
 /// Chooses memory for a request.
-pub(super) fn decide(candidates: &[Candidate], request: &abi::p2pmem_request) -> Decision {
+pub(crate) fn decide(candidates: &[Candidate], request: &abi::p2pmem_request) -> Decision {
     let size = request.size.checked_next_multiple_of(page_size()).unwrap_or(u64::MAX);
     let prefers = request.flags & abi::P2PMEM_ALLOC_PREFER != 0;
     let reaches: Vec<_> = candidates.iter().map(Reach::of).collect();
@@ -99,7 +134,7 @@ pub(super) fn decide(candidates: &[Candidate], request: &abi::p2pmem_request) ->
         .zip(&reaches)
         .zip(&verdicts)
         .filter(|(_, verdict)| verdict.code == 0)
-        .map(|((candidate, reach), _)| (!named(candidate.id), reach.rank(candidate.id)))
+        .map(|((candidate, reach), _)| (!named(candidate.id), reach.rank(candidate)))
         .min();
     let mut chosen = None;
     if let Some((not_named, rank)) = best {
@@ -107,18 +142,14 @@ pub(super) fn decide(candidates: &[Candidate], request: &abi::p2pmem_request) ->
             if verdict.code != 0 {
                 continue;
             }
-            let own = reach.rank(candidate.id);
-            verdict.code = match () {
-                () if own.4 == rank.4 => {
-                    chosen = Some(candidate);
-                    abi::P2PMEM_VERDICT_CHOSEN
-                }
-                () if !not_named => abi::P2PMEM_VERDICT_NOT_NAMED,
-                () if own.0 != rank.0 => abi::P2PMEM_VERDICT_CLASS,
-                () if own.1 != rank.1 => abi::P2PMEM_VERDICT_HOPS,
-                () if own.2 != rank.2 => abi::P2PMEM_VERDICT_BANDWIDTH,
-                () if own.3 != rank.3 => abi::P2PMEM_VERDICT_NUMA,
-                () => abi::P2PMEM_VERDICT_ORDER,
+            let own = reach.rank(candidate);
+            verdict.code = if own.id == rank.id {
+                chosen = Some(candidate);
+                abi::P2PMEM_VERDICT_CHOSEN
+            } else if !not_named {
+                abi::P2PMEM_VERDICT_NOT_NAMED
+            } else {
+                own.lost(&rank)
             };
         }
     }
@@ -271,6 +302,25 @@ mod tests {
             assert_eq!(codes(&decision), [P2PMEM_VERDICT_CHOSEN, code], "{winner:?}");
             assert_eq!(decision.class(), winner.class.to_raw());
         }
+    }
+
+    /// As in the module, the load decides before the size of the largest piece, and the size before the order.
+    #[test]
+    fn load_and_space_decide_between_equal_paths() {
+        use abi::*;
+        let path = || vec![path(PathClass::SameSwitch, 4, None, None)];
+        let codes_of = |all: [Candidate; 2]| codes(&decide(&all, &request(4096)));
+        assert_eq!(
+            codes_of([
+                candidate(1, MIB, MIB / 2, path()),
+                candidate(2, MIB / 4, MIB / 4, path())
+            ]),
+            [P2PMEM_VERDICT_LOAD, P2PMEM_VERDICT_CHOSEN]
+        );
+        assert_eq!(
+            codes_of([candidate(1, MIB, MIB, path()), candidate(2, 2 * MIB, 2 * MIB, path())]),
+            [P2PMEM_VERDICT_SPACE, P2PMEM_VERDICT_CHOSEN]
+        );
     }
 
     #[test]

@@ -147,6 +147,42 @@ fn roles_follow_from_depth_without_privileges() {
     for (a, b, class, hops) in PAIRS {
         assert_eq!(tree.class(a, b), (class, hops), "{a} {b}");
     }
+    let walk = Walk::read(tree.sys(), "0000:07:00.0".parse().unwrap()).unwrap();
+    assert!(walk.ports.iter().all(|port| port.acs_redirect.is_none()), "{walk:?}");
+}
+
+#[test]
+fn acs_is_found_in_any_configuration_space() {
+    assert_eq!(acs_redirect(&config(0x6, Some(0x1d))), Some(true));
+    assert_eq!(acs_redirect(&config(0x6, Some(0x01))), Some(false));
+    assert_eq!(acs_redirect(&config(0x6, None)), Some(false));
+    assert_eq!(acs_redirect(&[0; 256]), Some(false), "conventional PCI");
+    assert_eq!(acs_redirect(&[0xff; 4096]), Some(false), "a function that was removed");
+    assert_eq!(acs_redirect(&[0; 64]), None, "a read without privileges");
+    assert_eq!(acs_redirect(&[]), None);
+    let mut looping = vec![0; 4096];
+    looping[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x10]);
+    assert_eq!(acs_redirect(&looping), Some(false));
+}
+
+#[test]
+fn walk_has_the_bridges_above_a_function() {
+    let tree = Tree::new();
+    let walk = Walk::read(tree.sys(), "0000:07:00.0".parse().unwrap()).unwrap();
+    let kinds: Vec<_> = walk.bridges().iter().map(|port| (port.addr.bus, port.kind)).collect();
+    use PortKind::{Downstream, RootPort, Upstream};
+    assert_eq!(
+        kinds,
+        [
+            (6, Downstream),
+            (5, Upstream),
+            (2, Downstream),
+            (1, Upstream),
+            (0, RootPort)
+        ]
+    );
+    assert_eq!(walk.root, "pci0000:00");
+    assert!(Walk::read(tree.sys(), "0000:99:00.0".parse().unwrap()).is_none());
 }
 
 #[test]
@@ -227,7 +263,7 @@ fn walk_cache_follows_moved_functions() {
     let tree = Tree::new();
     let mut walks = Walks::default();
     let addr = "0000:03:00.0".parse().unwrap();
-    let redirects = |walks: &mut Walks| walks.get(tree.sys(), addr).unwrap().ports[1].acs_redirect;
+    let redirects = |walks: &mut Walks| walks.get(tree.sys(), addr).unwrap().ports[1].acs_redirect == Some(true);
     assert!(!redirects(&mut walks));
     tree.put("0000:02:00.0", "config", &config(0x6, Some(0x1d)));
     assert!(!redirects(&mut walks), "the walk is cached");

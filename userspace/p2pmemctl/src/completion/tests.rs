@@ -102,6 +102,7 @@ fn values_are_those_of_the_machine() {
         ("list -o SIZE,us", &["SIZE,USED", "SIZE,USE%"]),
         ("list -o +u", &["+USED", "+USE%"]),
         ("doctor --output l", &["LEVEL"]),
+        ("explain -o S", &["SIZE", "SOURCE"]),
     ] {
         assert_eq!(
             complete_line(&machine, &format!("p2pmemctl {line}")),
@@ -134,12 +135,26 @@ fn without_the_module_nothing_is_offered() {
         "publish 0",
         "unpublish 0",
         "list --device 0",
+        "topo --device 0",
         "topo 0",
         "rules remove 1",
         "selftest --nic m",
     ] {
         assert_eq!(complete_line(&machine, &format!("p2pmemctl {line}")), [""; 0], "{line}");
     }
+}
+
+#[test]
+fn without_the_module_topo_completes_devices_with_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    machine(dir.path());
+    let root = dir.path().to_owned();
+    let machine: Machine = Arc::new(move || Environment {
+        root: root.clone(),
+        open: Box::new(|| p2pmem::Device::open_path("/nonexistent")),
+    });
+    assert_eq!(complete_line(&machine, "p2pmemctl topo --device 0"), ["0000:0b:00.0"]);
+    assert_eq!(complete_line(&machine, "p2pmemctl list --device 0"), [""; 0]);
 }
 
 #[test]

@@ -2,8 +2,8 @@
 
 //! Checks of the paths between devices: host bridge, IOMMU, ACS, and the sizes of BARs.
 
-use p2pmem::inventory::Inventory;
-use p2pmem::{human_size, PciDevice};
+use p2pmem::inventory::MemoryDevice;
+use p2pmem::{human_size, PciDevice, Walk};
 
 use super::{Check, Level};
 use crate::environment::Environment;
@@ -34,7 +34,35 @@ const TRUSTED_HOST_BRIDGES: [(u16, u16, bool); 20] = [
 ];
 const GOOGLE: u16 = 0x1ae0;
 
-pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check {
+/// What the kernel permits between devices below a host bridge and others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Permission {
+    /// Peer traffic through the root complex.
+    Yes,
+    /// Peer traffic between devices of the same host bridge.
+    SameBridge,
+    /// No peer traffic.
+    No,
+}
+
+impl Permission {
+    /// Looks the first device of a root bus up.
+    fn of(device: &PciDevice) -> Self {
+        let listed = TRUSTED_HOST_BRIDGES
+            .iter()
+            .find(|t| (t.0, t.1) == (device.vendor, device.device));
+        match listed {
+            Some((_, _, true)) => Self::SameBridge,
+            Some(_) => Self::Yes,
+            None if device.vendor == GOOGLE => Self::Yes,
+            None => Self::No,
+        }
+    }
+}
+
+/// Checks whether the kernel permits peer traffic through the root complex, for each host bridge above a device that does
+/// DMA or has memory. A machine can have several PCI domains, and several host bridges in each.
+pub(super) fn host_bridges(machine: &Environment, devices: &[PciDevice]) -> Check {
     const NAME: &str = "host-bridge";
     let cpuinfo = machine.read("proc/cpuinfo").unwrap_or_default();
     let field = |name: &str| {
@@ -51,46 +79,82 @@ pub(super) fn host_bridge(machine: &Environment, devices: &[PciDevice]) -> Check
             format!("AMD family {family:#x}: peer traffic may cross the root complex"),
         );
     }
-    // The first device of each root bus identifies the host bridge.
-    let root = devices.iter().find(|d| d.addr.devfn == 0 && machine_root(machine, d));
-    let Some(root) = root else {
+    let sys = machine.path("sys");
+    let roots: Vec<_> = devices
+        .iter()
+        .filter_map(|device| Some((Walk::read(&sys, device.addr)?, device)))
+        .collect();
+    let is_of_interest = |device: &PciDevice| device.is_likely_client() || has_memory(device);
+    let mut buses: Vec<_> = roots
+        .iter()
+        .filter(|(_, device)| is_of_interest(device))
+        .map(|(walk, _)| walk.root.as_str())
+        .collect();
+    if buses.is_empty() {
+        buses = roots.iter().map(|(walk, _)| walk.root.as_str()).collect();
+    }
+    buses.sort_unstable();
+    buses.dedup();
+    // The first device of a root bus identifies the host bridge.
+    let first = |bus: &str| {
+        let mut on_bus = roots
+            .iter()
+            .filter(|(walk, _)| walk.bridges().is_empty() && walk.root == bus);
+        on_bus
+            .find(|(_, device)| device.addr.devfn == 0)
+            .map(|(_, device)| *device)
+    };
+    // Host bridges of one model are one group.
+    let mut groups: Vec<(Permission, String, Vec<&str>)> = Vec::new();
+    for bus in buses {
+        let Some(device) = first(bus) else { continue };
+        let (permission, id) = (
+            Permission::of(device),
+            format!("{:04x}:{:04x}", device.vendor, device.device),
+        );
+        match groups.iter_mut().find(|(_, other, _)| *other == id) {
+            Some((_, _, buses)) => buses.push(bus),
+            None => groups.push((permission, id, vec![bus])),
+        }
+    }
+    let Some(worst) = groups.iter().map(|(permission, ..)| *permission).max() else {
         return Check::new(
             NAME,
             Level::Info,
-            "no host bridge is visible; `p2pmemctl topo` shows the kernel's verdicts",
+            "no host bridge is visible; `p2pmemctl topo` with the module shows the kernel's verdicts",
         );
     };
-    let id = format!("{:04x}:{:04x}", root.vendor, root.device);
-    match TRUSTED_HOST_BRIDGES
+    let one = groups.iter().map(|(_, _, buses)| buses.len()).sum::<usize>() == 1;
+    let found: Vec<_> = groups
         .iter()
-        .find(|t| (t.0, t.1) == (root.vendor, root.device))
-    {
-        Some((_, _, true)) => Check::new(
-            NAME,
-            Level::Ok,
-            format!("{id}: the kernel permits peer traffic below one host bridge"),
-        ),
-        Some(_) => Check::new(NAME, Level::Ok, format!("{id}: the kernel permits peer traffic")),
-        None if root.vendor == GOOGLE => Check::new(NAME, Level::Ok, format!("{id}: the kernel permits peer traffic")),
-        None => Check::new(
-            NAME,
-            Level::Warning,
-            format!("{id} is not on the kernel's list, so only devices below one switch reach each other"),
-        )
-        .remedy(
-            "put provider and clients below one PCIe switch; `p2pmemctl topo` shows the kernel's verdict for each pair",
+        .map(|(permission, id, buses)| {
+            let of = if one {
+                String::new()
+            } else {
+                format!(" ({})", buses.join(", "))
+            };
+            match permission {
+                Permission::Yes => format!("{id}{of}: the kernel permits peer traffic"),
+                Permission::SameBridge => format!("{id}{of}: the kernel permits peer traffic below one host bridge"),
+                Permission::No => {
+                    format!("{id}{of} is not on the kernel's list, so only devices below one switch reach each other")
+                }
+            }
+        })
+        .collect();
+    let found = found.join("; ");
+    match worst {
+        Permission::Yes | Permission::SameBridge => Check::new(NAME, Level::Ok, found),
+        Permission::No => Check::new(NAME, Level::Warning, found).remedy(
+            "put provider and clients below one PCIe switch; `p2pmemctl topo` with the module shows the kernel's verdict for \
+             each pair",
         ),
     }
 }
 
-/// Returns whether a device is directly on a root bus.
-fn machine_root(machine: &Environment, device: &PciDevice) -> bool {
-    let link = machine.path("sys/bus/pci/devices").join(device.addr.to_string());
-    let parent = link
-        .canonicalize()
-        .ok()
-        .and_then(|p| Some(p.parent()?.file_name()?.to_str()?.to_owned()));
-    parent.is_some_and(|name| name.starts_with("pci"))
+/// Returns whether devices of this class have memory that is worth peer traffic: displays, co-processors, accelerators.
+fn has_memory(device: &PciDevice) -> bool {
+    matches!(device.class >> 16, 0x03 | 0x05 | 0x0b | 0x12)
 }
 
 pub(super) fn iommu(machine: &Environment) -> Check {
@@ -117,48 +181,15 @@ pub(super) fn iommu(machine: &Environment) -> Check {
     }
 }
 
-/// ACS control bits that send peer traffic up to the root complex: request redirect, completion redirect, egress
-/// control.
-const ACS_REDIRECT: u16 = 0x04 | 0x08 | 0x20;
-
-/// Returns the ACS control word in a PCI function's config space; `None` without an ACS capability.
-///
-/// # Errors
-///
-/// Only a part of the config space is readable.
-pub(super) fn acs_control(config: &[u8]) -> Result<Option<u16>, ()> {
-    if config.len() < 4096 {
-        // Unprivileged reads return 64 bytes. Conventional PCI has 256 bytes and no ACS.
-        return if config.len() == 256 { Ok(None) } else { Err(()) };
-    }
-    let word = |at: usize| u16::from_le_bytes([config[at], config[at + 1]]);
-    let mut at = 0x100;
-    // Limit the number of capabilities: the list of a broken device may be a loop.
-    for _ in 0..(4096 - 0x100) / 8 {
-        let (id, next) = (word(at), word(at + 2) >> 4);
-        if id == 0x000d {
-            return Ok(Some(word(at + 6)));
-        }
-        at = usize::from(next) & !3;
-        if !(0x100..=4096 - 8).contains(&at) {
-            break;
-        }
-    }
-    Ok(None)
-}
-
 pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
     const NAME: &str = "acs";
     let (mut redirecting, mut unknown) = (Vec::new(), 0);
     for bridge in devices.iter().filter(|d| d.class >> 8 == 0x0604) {
-        let path = machine
-            .path("sys/bus/pci/devices")
-            .join(bridge.addr.to_string())
-            .join("config");
-        match acs_control(&std::fs::read(path).unwrap_or_default()) {
-            Ok(Some(control)) if control & ACS_REDIRECT != 0 => redirecting.push(bridge.addr.to_string()),
-            Ok(_) => {}
-            Err(()) => unknown += 1,
+        let walk = Walk::read(&machine.path("sys"), bridge.addr);
+        match walk.as_ref().and_then(|walk| walk.ports.first()?.acs_redirect) {
+            Some(true) => redirecting.push(bridge.addr.to_string()),
+            Some(false) => {}
+            None => unknown += 1,
         }
     }
     if !redirecting.is_empty() {
@@ -176,7 +207,7 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
         Check::new(
             NAME,
             Level::Info,
-            format!("the config space of {unknown} bridges is not readable"),
+            format!("the configuration space of {unknown} bridges is readable for root only"),
         )
         .remedy("run doctor as root")
     } else {
@@ -185,10 +216,8 @@ pub(super) fn acs(machine: &Environment, devices: &[PciDevice]) -> Check {
 }
 
 /// Reports devices whose BAR shows only a part of the memory and could be larger.
-pub(super) fn bars(machine: &Environment) -> Check {
+pub(super) fn bars(memory_devices: &[MemoryDevice]) -> Check {
     const NAME: &str = "bar-sizes";
-    let memory_devices =
-        Inventory::read_in(&machine.root, None).map_or_else(|_| Vec::new(), |inventory| inventory.memory_devices);
     let small: Vec<_> = memory_devices
         .iter()
         .filter_map(|memory_device| {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-use super::paths::acs_control;
 use super::*;
 use p2pmem::fake::Fake;
 use std::fs;
@@ -167,6 +166,8 @@ fn each_fault_is_found_and_has_a_remedy() {
     expect(&machine, "providers", Level::Warning, "p2pmemctl publish");
     machine.open = Box::new(|| Err(p2pmem::Error::Abi { module: 9, program: 1 }));
     expect(&machine, "abi-version", Level::Failure, "one version");
+    // The module is loaded, and its device file is missing.
+    put(root, "sys/module/p2pmem/refcnt", "0\n");
     machine.open = Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem"));
     expect(&machine, "device", Level::Failure, "modprobe p2pmem");
 }
@@ -258,17 +259,6 @@ fn each_nic_s_driver_is_checked() {
 }
 
 #[test]
-fn acs_is_found_in_any_config_space() {
-    assert_eq!(acs_control(&config_with_acs(0x1d)), Ok(Some(0x1d)));
-    assert_eq!(acs_control(&[0; 256]), Ok(None));
-    assert_eq!(acs_control(&[0; 64]), Err(()));
-    assert_eq!(acs_control(&[0xff; 4096]), Ok(None), "a device that is gone");
-    let mut looping = vec![0; 4096];
-    looping[0x100..0x104].copy_from_slice(&[0x01, 0, 0x01, 0x10]);
-    assert_eq!(acs_control(&looping), Ok(None));
-}
-
-#[test]
 fn an_empty_machine_is_reported_without_a_panic() {
     let dir = tempfile::tempdir().unwrap();
     let machine = Environment {
@@ -283,5 +273,129 @@ fn an_empty_machine_is_reported_without_a_panic() {
         text.contains("FAIL   module") && text.contains("  module: modprobe p2pmem"),
         "{text}"
     );
-    assert!(text.contains("4 failures"), "{text}");
+    assert!(text.contains("2 failures"), "{text}");
+}
+
+#[test]
+fn missing_module_is_one_failure() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let mut machine = healthy(root);
+    fs::remove_dir_all(root.join("sys/module/p2pmem")).unwrap();
+    fs::remove_dir_all(root.join("sys/kernel/config/p2pmem")).unwrap();
+    machine.open = Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem"));
+    pci(root, "0000:03:00.0", "0x1de5", "0x120000", &[0; 256]);
+    let bar = "0x3800000000 0x380fffffff 0x142204\n";
+    put(root, "sys/devices/pci0000:00/0000:03:00.0/resource", bar);
+    let checks = examine(&machine);
+    let failures: Vec<_> = checks
+        .iter()
+        .filter(|c| c.level == Level::Failure)
+        .map(|c| c.check)
+        .collect();
+    assert_eq!(failures, ["module"], "{checks:#?}");
+    assert!(checks.iter().all(|c| c.check != "device" && c.check != "abi-version"));
+    let (found, text) = level(&checks, "providers");
+    assert!(
+        found == Level::Info && text.contains("could be providers: 0000:03:00.0 (256 MiB)"),
+        "{text}"
+    );
+    assert_eq!(level(&checks, "configfs").0, Level::Ok);
+    put(root, "proc/mounts", "proc /proc proc rw 0 0\n");
+    let (found, text) = level(&examine(&machine), "configfs");
+    assert!(found == Level::Warning && text.contains("mount -t configfs"), "{text}");
+    put(root, "sys/devices/pci0000:00/0000:03:00.0/resource", "");
+    let (_, text) = level(&examine(&machine), "providers");
+    assert!(
+        text.contains("no device has memory") && text.contains("scan --all"),
+        "{text}"
+    );
+    // The module is missing, and its device cannot be opened for another reason.
+    machine.open = Box::new(|| Err(p2pmem::Error::Abi { module: 9, program: 1 }));
+    assert_eq!(level(&examine(&machine), "abi-version").0, Level::Failure);
+}
+
+#[test]
+fn drivers_that_own_memory_are_listed() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let machine = healthy(root);
+    for (addr, class, driver) in [
+        ("0000:03:00.0", "0x030200", "nvidia"),
+        ("0000:04:00.0", "0x030000", "amdgpu"),
+        ("0000:05:00.0", "0x030000", "xe"),
+        ("0000:06:00.0", "0x120000", "fpga"),
+    ] {
+        pci(root, addr, "0x1234", class, &[0; 256]);
+        let folder = root.join("sys/devices/pci0000:00").join(addr);
+        std::os::unix::fs::symlink(Path::new("/drivers").join(driver), folder.join("driver")).unwrap();
+    }
+    let lines = || -> Vec<_> {
+        let checks = examine(&machine).into_iter().filter(|c| c.check == "driver-memory");
+        checks.map(|c| (c.level, c.found)).collect()
+    };
+    let all = lines();
+    let words = [
+        [
+            "0000:03:00.0: nvidia: dma-buf",
+            "nvidia-peermem is not loaded",
+            "kind of the kernel modules is unknown",
+        ],
+        ["0000:04:00.0: amdgpu: dma-buf", "hsa_amd_portable_export_dmabuf", ""],
+        ["0000:05:00.0: xe: dma-buf", "Level Zero", ""],
+    ];
+    assert_eq!(all.len(), words.len(), "{all:#?}");
+    for ((level, text), words) in all.iter().zip(words) {
+        assert!(
+            *level == Level::Info && words.iter().all(|word| text.contains(word)),
+            "{text}"
+        );
+    }
+    put(root, "sys/module/nvidia_peermem/refcnt", "0");
+    let version = "proc/driver/nvidia/version";
+    put(
+        root,
+        version,
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1\n",
+    );
+    let text = lines().remove(0).1;
+    assert!(text.contains("are the open ones; nvidia-peermem is loaded"), "{text}");
+    put(root, version, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1\n");
+    assert!(lines().remove(0).1.contains("are not the open ones"));
+}
+
+#[test]
+fn host_bridges_of_all_domains_are_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let machine = healthy(root);
+    put(root, "proc/cpuinfo", "vendor_id\t: GenuineIntel\ncpu family\t: 6\n");
+    let add = |bus: &str, addr: &str, ids: (&str, &str), class: &str| {
+        let real = format!("sys/devices/{bus}/{addr}");
+        for (name, value) in [("vendor", ids.0), ("device", ids.1), ("class", class)] {
+            put(root, &format!("{real}/{name}"), format!("{value}\n"));
+        }
+        let name = addr.rsplit('/').next().unwrap();
+        std::os::unix::fs::symlink(root.join(&real), root.join("sys/bus/pci/devices").join(name)).unwrap();
+    };
+    let check = || level(&examine(&machine), "host-bridge");
+    // Without a device of interest, all host bridges are checked.
+    add("pci0001:00", "0001:00:00.0", ("0x1234", "0x0001"), "0x060000");
+    let (found, text) = check();
+    assert!(
+        found == Level::Warning
+            && text.contains("8086:09a2 (pci0000:00): the kernel permits")
+            && text.contains("1234:0001 (pci0001:00) is not on the kernel's list"),
+        "{text}"
+    );
+    // A drive below the first host bridge is the only device of interest.
+    add(
+        "pci0000:00",
+        "0000:00:01.0/0000:01:00.0",
+        ("0x144d", "0xa80a"),
+        "0x010802",
+    );
+    assert_eq!(check().0, Level::Ok);
+    add("pci0001:00", "0001:00:04.0", ("0x15b3", "0x1021"), "0x020700");
+    assert_eq!(check().0, Level::Warning);
 }
