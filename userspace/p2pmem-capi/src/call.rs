@@ -58,7 +58,7 @@ impl From<Error> for Failure {
             Error::NotSupported { .. } => libc::EOPNOTSUPP,
             Error::Unavailable { .. } => libc::ENODEV,
             Error::Abi { .. } => libc::EPROTO,
-            Error::Request(_) | Error::OutOfBounds { .. } => libc::EINVAL,
+            Error::Request(_) | Error::DmaBuf { .. } | Error::OutOfBounds { .. } => libc::EINVAL,
             _ => libc::EIO,
         });
         Self {

@@ -188,6 +188,7 @@ int main(void)
 	CHECK(p2pmem_capabilities(P2PMEM_BACKEND_VFIO) == (P2PMEM_CAN_MAP | P2PMEM_CAN_DMABUF) && p2pmem_capabilities(0) == -EINVAL);
 	CHECK(p2pmem_dmabuf_open(-1, NULL, &dmabuf) == -EBADF && p2pmem_dmabuf_open(0, "mlx5_0", &dmabuf) == -EINVAL && !dmabuf);
 	CHECK(p2pmem_dmabuf_open(0, NULL, &dmabuf) == -EINVAL && strstr(p2pmem_last_error(), "not a dma-buf"));
+	CHECK(strstr(p2pmem_last_remedy(), "cuMemGetHandleForAddressRange()"));
 	CHECK(!p2pmem_dmabuf_size(NULL) && p2pmem_dmabuf_exporter(NULL, NULL, 0) == -EINVAL && p2pmem_dmabuf_path(NULL, "nvme0") == -EINVAL);
 	CHECK(p2pmem_dmabuf_register(NULL, NULL, 0, 0, 0, &reg) == -EINVAL);
 	p2pmem_dmabuf_close(NULL);

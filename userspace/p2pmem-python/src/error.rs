@@ -15,7 +15,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
         Error::Client { .. } => libc::ENODEV,
         Error::Verbs(_) => libc::ENOSYS,
         Error::Abi { .. } => libc::EPROTO,
-        Error::Request(_) | Error::OutOfBounds { .. } | Error::NotDirect => libc::EINVAL,
+        Error::Request(_) | Error::DmaBuf { .. } | Error::OutOfBounds { .. } | Error::NotDirect => libc::EINVAL,
         Error::Missing(_) => libc::ENOENT,
         Error::Exists(_) => libc::EEXIST,
         Error::Bound { .. } => libc::EBUSY,
@@ -65,6 +65,9 @@ fn in_python(remedy: &'static str) -> Cow<'static, str> {
         }
         "pass the descriptor that Buffer::share() returned" => {
             "pass the descriptor that Buffer.share() returned".into()
+        }
+        "set the device that has the memory: DmaBuf::of_device()" => {
+            "pass the device that has the memory: DmaBuf(fd, device=\"0000:03:00.0\")".into()
         }
         other => other.into(),
     }

@@ -170,6 +170,15 @@ pub enum Error {
     #[error("bad request: {0}")]
     Request(String),
 
+    /// A descriptor that is not a dma-buf, or a dma-buf of which the library does not know enough.
+    #[error("{why}")]
+    DmaBuf {
+        /// The reason.
+        why: String,
+        /// What to do about the error.
+        remedy: &'static str,
+    },
+
     /// An access outside a mapping.
     #[error("{len} bytes at offset {offset} exceed the mapping of {size} bytes")]
     OutOfBounds {
@@ -369,9 +378,14 @@ impl Error {
             (Self::NotSupported { .. }, _) => Kind::Unsupported,
             (Self::Unavailable { .. }, _) => Kind::BackendUnavailable,
             (Self::NoBackend { module, .. }, _) => module.kind(),
-            (Self::Client { .. } | Self::Request(_) | Self::OutOfBounds { .. } | Self::NotDirect, _) => {
-                Kind::InvalidRequest
-            }
+            (
+                Self::Client { .. }
+                | Self::Request(_)
+                | Self::DmaBuf { .. }
+                | Self::OutOfBounds { .. }
+                | Self::NotDirect,
+                _,
+            ) => Kind::InvalidRequest,
             (Self::Missing(_), _) => Kind::NotFound,
             (Self::Exists(_), _) => Kind::AlreadyExists,
             (Self::Bound { .. }, _) => Kind::Busy,
@@ -431,7 +445,7 @@ impl Error {
         let errno = self.errno();
         match self {
             Self::NotSupported { backend, capability } => not_supported_remedy(*backend, *capability),
-            Self::Unavailable { remedy, .. } => Some(remedy),
+            Self::Unavailable { remedy, .. } | Self::DmaBuf { remedy, .. } => Some(remedy),
             Self::NoBackend { .. } => Some(
                 "load the module: modprobe p2pmem; `p2pmemctl scan` shows what each other source of memory needs",
             ),

@@ -44,14 +44,16 @@ impl DmaBuf {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] if the descriptor is not a dma-buf; [`Error::State`] if the exporter does not report a size.
+    /// [`Error::DmaBuf`] if the descriptor is not a dma-buf; [`Error::State`] if the exporter does not report a size.
     pub fn from_fd(fd: impl Into<OwnedFd>) -> Result<Self> {
         let fd = fd.into();
         if !is_dma_buf(fd.as_fd()) {
-            return Err(Error::Request(format!(
-                "descriptor {} is not a dma-buf",
-                fd.as_raw_fd()
-            )));
+            return Err(Error::DmaBuf {
+                why: format!("descriptor {}{} is not a dma-buf", fd.as_raw_fd(), file_of(fd.as_fd())),
+                remedy: "pass the descriptor that the driver's dma-buf export returned, such as CUDA's \
+                         cuMemGetHandleForAddressRange(); cuMemExportToShareableHandle() and memfd_create() return other \
+                         descriptors",
+            });
         }
         let size = seek(&fd, SeekFrom::End(0)).map_err(|error| {
             Error::State(format!(
@@ -85,11 +87,12 @@ impl DmaBuf {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] if the device that has the memory is not known; [`Error::Client`] if a PCI function does not
+    /// [`Error::DmaBuf`] if the device that has the memory is not known; [`Error::Client`] if a PCI function does not
     /// exist.
     pub fn path_to(&self, client: &Client) -> Result<Path> {
-        let function = self.function.ok_or_else(|| {
-            Error::Request("a path to a dma-buf of an unknown device: set the device with DmaBuf::of_device()".into())
+        let function = self.function.ok_or_else(|| Error::DmaBuf {
+            why: format!("the path from the dma-buf to {client}: the device that has the memory is not known"),
+            remedy: "set the device that has the memory: DmaBuf::of_device()",
         })?;
         path_between(function, client)
     }
@@ -136,6 +139,13 @@ impl DmaBuf {
     }
 }
 
+/// Returns the file of a descriptor in parentheses, after a space, as part of a message; "" if `/proc` does not report one.
+fn file_of(fd: BorrowedFd<'_>) -> String {
+    std::fs::read_link(format!("/proc/thread-self/fd/{}", fd.as_raw_fd()))
+        .map(|file| format!(" ({})", file.display()))
+        .unwrap_or_default()
+}
+
 /// Returns whether a descriptor is a dma-buf.
 fn is_dma_buf(fd: BorrowedFd<'_>) -> bool {
     #[cfg(any(test, feature = "fake"))]
@@ -167,9 +177,15 @@ mod tests {
     #[test]
     fn other_descriptors_are_refused() {
         let error = DmaBuf::from_fd(File::open("/dev/null").unwrap()).unwrap_err();
-        assert!(error.to_string().ends_with("is not a dma-buf"), "{error}");
+        assert!(error.to_string().ends_with(" (/dev/null) is not a dma-buf"), "{error}");
+        assert!(
+            error.remedy().unwrap().contains("cuMemGetHandleForAddressRange()"),
+            "{error}"
+        );
         let memory = crate::sys::memory_file(c"other", 4096).unwrap();
-        assert!(matches!(DmaBuf::from_fd(memory), Err(Error::Request(_))));
+        let error = DmaBuf::from_fd(memory).unwrap_err();
+        assert!(matches!(error, Error::DmaBuf { .. }), "{error}");
+        assert_eq!(error.kind(), crate::ErrorKind::InvalidRequest);
     }
 
     #[test]
@@ -234,6 +250,11 @@ mod tests {
             .unwrap_err();
         assert!(matches!(missing, Error::Client { .. }), "{missing}");
         let unknown = self::dmabuf(4096).path_to(&Client::new("0000:03:00.0".parse().unwrap()));
-        assert!(unknown.unwrap_err().to_string().contains("of_device"));
+        let unknown = unknown.unwrap_err();
+        assert_eq!(
+            unknown.to_string(),
+            "the path from the dma-buf to 0000:03:00.0: the device that has the memory is not known"
+        );
+        assert!(unknown.remedy().unwrap().contains("of_device"), "{unknown}");
     }
 }

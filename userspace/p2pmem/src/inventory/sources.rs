@@ -20,9 +20,8 @@ const VFIO_DMABUF: Release = (6, 19);
 /// Interfaces of a driver that owns its device's memory; none for other drivers.
 pub(super) fn vendor_interfaces(device: &PciDevice) -> Option<&'static str> {
     Some(match device.driver.as_deref()? {
-        "nvidia" => {
-            "dma-buf by cuMemGetHandleForAddressRange() with the open kernel modules, peer memory by nvidia-peermem"
-        }
+        // NvidiaModules::detail() says more.
+        "nvidia" => "dma-buf by cuMemGetHandleForAddressRange()",
         "amdgpu" => "dma-buf by hsa_amd_portable_export_dmabuf()",
         "xe" | "i915" => "dma-buf by Level Zero (ZE_EXTERNAL_MEMORY_TYPE_FLAG_DMA_BUF)",
         "habanalabs" => "dma-buf by the ioctl HL_MEM_OP_EXPORT_DMABUF_FD",
@@ -63,7 +62,7 @@ impl Machine<'_> {
             source(Backend::Module, self.by_module(memory_device)),
             source(Backend::Sysfs, self.by_sysfs(memory_device)),
             source(Backend::Vfio, self.by_vfio(memory_device)),
-            source(Backend::Driver, by_driver(memory_device)),
+            source(Backend::Driver, self.by_driver(memory_device)),
         ]
     }
 
@@ -169,6 +168,60 @@ impl Machine<'_> {
             }
         }
     }
+
+    fn by_driver(&self, memory_device: &MemoryDevice) -> (Availability, String) {
+        use Availability::{Ready, Unavailable};
+        match (
+            vendor_interfaces(&memory_device.device),
+            memory_device.device.driver.as_deref(),
+        ) {
+            (Some(interface), Some("nvidia")) => {
+                let (availability, detail) = NvidiaModules::read(self.root).detail(interface);
+                (availability, format!("nvidia: {detail}"))
+            }
+            (Some(interface), Some(driver)) => (Ready, format!("{driver}: {interface}")),
+            (_, Some(driver)) => (Unavailable, format!("no interface of the driver {driver} is known")),
+            (_, None) => (Unavailable, "it has no driver".into()),
+        }
+    }
+}
+
+/// NVIDIA's kernel modules that are loaded. The driver of both kinds has the name nvidia, but CUDA exports dma-bufs only
+/// with the open ones.
+struct NvidiaModules {
+    /// Whether the modules are the open ones; none if `/proc/driver/nvidia/version` does not exist.
+    open: Option<bool>,
+    /// Whether nvidia-peermem is loaded.
+    peermem: bool,
+}
+
+impl NvidiaModules {
+    fn read(root: &Path) -> Self {
+        let version = std::fs::read_to_string(root.join("proc/driver/nvidia/version"));
+        Self {
+            open: version.ok().map(|text| text.contains("Open Kernel Module")),
+            peermem: root.join("sys/module/nvidia_peermem").exists(),
+        }
+    }
+
+    /// Returns whether the driver gives memory to NICs, and how. `interface` exports dma-bufs.
+    fn detail(&self, interface: &str) -> (Availability, String) {
+        use Availability::{Possible, Ready};
+        let peermem = "peer memory by nvidia-peermem";
+        match (self.open, self.peermem) {
+            (Some(true), false) => (Ready, format!("{interface} (open kernel modules)")),
+            (Some(true), true) => (Ready, format!("{interface} (open kernel modules), {peermem}")),
+            (Some(false), true) => (
+                Ready,
+                format!("{peermem}; {interface} needs the open kernel modules, and the proprietary ones are loaded"),
+            ),
+            (Some(false), false) => (
+                Possible,
+                format!("{interface} needs the open kernel modules, and the proprietary ones are loaded; {peermem} needs that module"),
+            ),
+            (None, _) => (Ready, format!("{interface} with the open kernel modules, {peermem}")),
+        }
+    }
 }
 
 /// What a device needs until a program can use it by vfio-pci.
@@ -187,16 +240,4 @@ pub(crate) enum VfioState {
         /// The number of the IOMMU group.
         group: String,
     },
-}
-
-fn by_driver(memory_device: &MemoryDevice) -> (Availability, String) {
-    use Availability::{Ready, Unavailable};
-    match (
-        vendor_interfaces(&memory_device.device),
-        memory_device.device.driver.as_deref(),
-    ) {
-        (Some(interfaces), Some(driver)) => (Ready, format!("{driver}: {interfaces}")),
-        (_, Some(driver)) => (Unavailable, format!("no interface of the driver {driver} is known")),
-        (_, None) => (Unavailable, "it has no driver".into()),
-    }
 }

@@ -186,16 +186,61 @@ fn memory_published_by_driver_is_adopted_or_mapped_by_sysfs() {
 #[test]
 fn memory_of_vendor_driver_uses_the_driver_backend() {
     let machine = Machine::new("7.2.12-amd64");
-    machine.device("0000:05:00.0", "0x030200", "nvidia", &bar2(64 << 30, MEMORY));
+    machine.device("0000:05:00.0", "0x030000", "amdgpu", &bar2(64 << 30, MEMORY));
     assert_eq!(
         machine.source(Backend::Module),
-        (Unavailable, "the driver nvidia owns the memory".into())
+        (Unavailable, "the driver amdgpu owns the memory".into())
     );
-    let (availability, detail) = machine.source(Backend::Driver);
-    assert!(availability == Ready && detail.contains("nvidia-peermem"), "{detail}");
+    assert_eq!(
+        machine.source(Backend::Driver),
+        (Ready, "amdgpu: dma-buf by hsa_amd_portable_export_dmabuf()".into())
+    );
     assert_eq!(
         machine.read(Some(&[])).memory_devices[0].best().unwrap().backend,
         Backend::Driver
+    );
+}
+
+#[test]
+fn nvidia_exports_dma_bufs_with_the_open_modules_alone() {
+    const INTERFACE: &str = "nvidia: dma-buf by cuMemGetHandleForAddressRange()";
+    let machine = Machine::new("6.18.44");
+    machine.device("0000:00:06.0", "0x030200", "nvidia", &bar2(128 << 30, MEMORY));
+    let (availability, detail) = machine.source(Backend::Driver);
+    assert!(
+        availability == Ready && detail.contains("with the open kernel modules"),
+        "{detail}"
+    );
+    machine.put(
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04  Release Build\n",
+    );
+    let (availability, detail) = machine.source(Backend::Driver);
+    assert!(
+        availability == Possible && detail.contains("the proprietary ones are loaded"),
+        "{detail}"
+    );
+    machine.put("sys/module/nvidia_peermem/refcnt", "0");
+    let (availability, detail) = machine.source(Backend::Driver);
+    assert!(
+        availability == Ready && detail.starts_with("nvidia: peer memory by nvidia-peermem;"),
+        "{detail}"
+    );
+    machine.put(
+        "proc/driver/nvidia/version",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build\n",
+    );
+    assert_eq!(
+        machine.source(Backend::Driver),
+        (
+            Ready,
+            format!("{INTERFACE} (open kernel modules), peer memory by nvidia-peermem")
+        )
+    );
+    fs::remove_dir_all(machine.0.path().join("sys/module/nvidia_peermem")).unwrap();
+    assert_eq!(
+        machine.source(Backend::Driver),
+        (Ready, format!("{INTERFACE} (open kernel modules)"))
     );
 }
 
