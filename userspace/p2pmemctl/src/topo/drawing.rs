@@ -59,10 +59,10 @@ fn scene(context: &Context<'_>, clients: &[Client]) -> anyhow::Result<(Scene, Op
     let addrs: Vec<_> = providers.iter().map(|provider| provider.addr).collect();
     let known = matches!(access, Access::Module(_)).then_some(addrs.as_slice());
     let inventory = Inventory::read_in(&context.environment.root, known)?;
-    let module = match (&access, &inventory.module) {
+    let module = match (&access, inventory.module_loaded) {
         (Access::Module(_), _) => "loaded",
-        (_, Some(_)) => "loaded, not accessible",
-        (_, None) => "not loaded",
+        (_, true) => "loaded, not accessible",
+        (_, false) => "not loaded",
     };
     let iommu = if inventory.iommu { "active" } else { "none" };
     let mut notes = vec![format!(
