@@ -2,10 +2,13 @@
 """The Python package with the module: allocation near devices, direct I/O, RDMA, events, rules, and the removal of a provider."""
 
 import errno
+import fcntl
+import mmap
 import os
 import pathlib
 import re
 import runpy
+import struct
 import subprocess
 import sys
 import threading
@@ -27,6 +30,8 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "userspace" / "p2pmem-p
 DRIVE, NIC = os.environ["P2PMEM_BLOCK_NVME0"], os.environ["P2PMEM_RDMA_NIC0"]
 SIZE = 1 << 20
 NOBODY = 65534
+#: ``DMA_HEAP_IOCTL_ALLOC`` and ``struct dma_heap_allocation_data`` of ``linux/dma-heap.h``: size, descriptor, its flags, flags.
+DMA_HEAP_ALLOC, DMA_HEAP_ARGUMENTS = 0xC0184800, "=QIIQ"
 
 
 def example(monkeypatch, name, *arguments):
@@ -141,6 +146,53 @@ def test_a_registration_holds_the_memory(monkeypatch, device):
         mapping.close()
         for thing in (sender, receiver, from_region, to_region):
             thing.close()
+
+
+def heap_memory(size):
+    """Host memory as a dma-buf of the kernel's system heap. Returns the descriptor."""
+    heap = os.open("/dev/dma_heap/system", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        request = struct.pack(DMA_HEAP_ARGUMENTS, size, 0, os.O_RDWR | os.O_CLOEXEC, 0)
+        return struct.unpack(DMA_HEAP_ARGUMENTS, fcntl.ioctl(heap, DMA_HEAP_ALLOC, request))[1]
+    finally:
+        os.close(heap)
+
+
+def test_a_dma_buf_of_another_driver(monkeypatch, device, counted):
+    names = example(monkeypatch, "rdma_write.py", NIC, "4096")
+    access = e.IBV_ACCESS_LOCAL_WRITE | e.IBV_ACCESS_REMOTE_WRITE
+    data, fd = os.urandom(SIZE), heap_memory(SIZE)
+    with p2pmem.DmaBuf(fd) as source, device.alloc(SIZE, near=NIC) as target:
+        os.close(fd)
+        assert (source.exporter, source.size, source.device) == ("system", SIZE, None)
+        with mmap.mmap(source.fileno(), SIZE) as memory:
+            memory[:] = data
+        before = counted("nic0", "counters", "payload")
+        with Context(name=NIC) as context, PD(context) as domain, CQ(context, 2) as queue:
+            sender, receiver = names["connect"](context, domain, queue)
+            from_region = DmaBufMR(domain, SIZE, access, dmabuf=source.fileno())
+            to_region = DmaBufMR(domain, SIZE, access, dmabuf=target.fileno())
+            # The registration holds the memory.
+            source.close()
+            names["rdma_write"](sender, queue, from_region, to_region, SIZE)
+            for thing in (sender, receiver, from_region, to_region):
+                thing.close()
+        assert target.read() == data
+    moved = {key: value - before[key] for key, value in counted("nic0", "counters", "payload").items()}
+    assert moved["host_read"] >= SIZE and moved["peer_written"] >= SIZE and moved["host_written"] == 0
+
+
+def test_the_path_to_a_dma_buf(device):
+    with device.alloc(4096, near=NIC) as buffer, p2pmem.DmaBuf(buffer, device=ACCEL0) as dmabuf:
+        assert (dmabuf.exporter, dmabuf.size, dmabuf.device) == ("p2pmem", 4096, ACCEL0)
+        [wanted] = device.paths(NIC)
+        for client in (NIC, p2pmem.Client(NIC)):
+            path = dmabuf.path_to(client)
+            assert (path.path_class, path.hops) == (wanted.path_class, wanted.hops)
+    with open("/dev/null", "rb") as other, pytest.raises(p2pmem.InvalidRequestError) as caught:
+        p2pmem.DmaBuf(other)
+    assert caught.value.errno == errno.EINVAL and caught.value.remedy
+    assert re.fullmatch(r"descriptor \d+ \(/dev/null\) is not a dma-buf", str(caught.value))
 
 
 def test_a_shared_buffer_in_another_process(device):

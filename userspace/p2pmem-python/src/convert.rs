@@ -66,7 +66,8 @@ pub(crate) fn clients(near: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<p2pmem::C
     each.map(|item| client(&item?)).collect()
 }
 
-fn client(object: &Bound<'_, PyAny>) -> PyResult<p2pmem::Client> {
+/// A client, or its name.
+pub(crate) fn client(object: &Bound<'_, PyAny>) -> PyResult<p2pmem::Client> {
     if let Ok(client) = object.cast::<Client>() {
         return Ok(client.get().inner.clone());
     }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Buffers as dma-bufs.
+//! Dma-bufs: of buffers, and of other drivers.
 
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
@@ -8,9 +8,16 @@ use std::sync::Arc;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::convert::{address, client, descriptor, result};
+use crate::error::raise;
 use crate::held::Held;
 
-/// A buffer, or parts of a buffer, as a dma-buf: a file descriptor by which drivers and other processes reach the memory.
+/// Memory as a dma-buf: a file descriptor by which drivers and other processes reach the memory.
+///
+/// ``Buffer.share()`` and ``Buffer.export()`` make dma-bufs of a buffer. ``DmaBuf(fd)`` accepts a dma-buf of any driver: of a
+/// GPU (CUDA's ``cuMemGetHandleForAddressRange()``), vfio-pci, or a heap. ``fd`` is a file descriptor, or an object with
+/// ``fileno()``. The object has its own duplicate of the descriptor, so the program may close ``fd``. The kernel does not
+/// report which device has the memory: ``device`` is its PCI address, or a Provider or Client, and ``path_to()`` needs it.
 ///
 /// The dma-buf holds the memory: drivers may use it after the buffer was closed. Use a dma-buf in a ``with`` statement, or
 /// close it.
@@ -35,6 +42,42 @@ impl DmaBuf {
 
 #[pymethods]
 impl DmaBuf {
+    #[new]
+    #[pyo3(signature = (fd, *, device = None))]
+    fn from_fd(py: Python<'_>, fd: &Bound<'_, PyAny>, device: Option<&Bound<'_, PyAny>>) -> PyResult<Self> {
+        let device = device.map(address).transpose()?;
+        let fd = descriptor(fd)?;
+        let dmabuf = py.detach(|| p2pmem::DmaBuf::from_fd(fd)).map_err(raise)?;
+        Ok(Self::new(match device {
+            Some(addr) => dmabuf.of_device(addr),
+            None => dmabuf,
+        }))
+    }
+
+    /// The name of the driver that exported the memory, such as ``nv_dmabuf`` or ``p2pmem``. None if the kernel does not report
+    /// a name.
+    #[getter]
+    fn exporter(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        let dmabuf = self.held.get()?;
+        Ok(py.detach(|| dmabuf.exporter()))
+    }
+
+    /// The PCI address of the device that has the memory, if known.
+    #[getter]
+    fn device(&self) -> PyResult<Option<String>> {
+        Ok(self.held.get()?.device().map(|addr| addr.to_string()))
+    }
+
+    /// Returns the path between the memory and a client or its name, computed from sysfs. ``provider`` and ``client`` of the path
+    /// are 0. A path through the root complex counts as reachable: if the client cannot use the path, the registration fails.
+    #[pyo3(signature = (client))]
+    fn path_to<'py>(&self, py: Python<'py>, client: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let dmabuf = self.held.get()?;
+        let client = self::client(client)?;
+        let path = py.detach(|| dmabuf.path_to(&client)).map_err(raise)?;
+        result(py, "path", &path)
+    }
+
     /// The file descriptor, which belongs to this object.
     pub(crate) fn fileno(&self) -> PyResult<RawFd> {
         Ok(self.held.get()?.as_fd().as_raw_fd())
@@ -55,7 +98,8 @@ impl DmaBuf {
         self.size
     }
 
-    /// The parts of the buffer, in order: pairs of the first byte and the one after the last.
+    /// The parts of the buffer, in order: pairs of the first byte and the one after the last. A dma-buf of another driver is one
+    /// part.
     #[getter]
     fn ranges(&self) -> Vec<(u64, u64)> {
         self.ranges.clone()

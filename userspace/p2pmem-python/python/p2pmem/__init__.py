@@ -13,6 +13,7 @@ Drives and NICs move data to and from this memory without a bounce buffer in hos
 - ``Device`` is an open ``/dev/p2pmem``: it lists providers and paths, allocates, and explains.
 - ``Client`` is a device that does DMA, by its name.
 - ``Buffer`` is an allocation, ``Mapping`` the program's access to it, ``DmaBuf`` the form that drivers and other processes use.
+- ``DmaBuf(fd)`` is memory that another driver exported, such as CUDA's.
 - ``Events`` reports providers that are added or removed.
 - ``p2pmem.rules`` manages the administrator's rules.
 - ``p2pmem.fake`` is a device without the module, for tests of programs.
