@@ -7,8 +7,8 @@
  *   ucp-mapped move ERRORS PORT ADDRESS         puts, gets back, and verifies; prints "verified N bytes"
  *   ucp-mapped exhaust ERRORS PORT ADDRESS      puts until a put fails; prints the error and exits with 1
  *
- * ERRORS is "none" or "peer", the error handling of the endpoints of both nodes. Without error handling, UCX aborts the program
- * when an operation fails. With error handling, UCX 1.18 gets through messages and host memory, unless UCX_PROTO_ENABLE=n is set.
+ * ERRORS is "none" or "peer", the error handling of the endpoints of both nodes. With "peer", UCX 1.18 gets data by messages
+ * through host memory, unless UCX_PROTO_ENABLE=n is set.
  * The nodes exchange addresses and keys by TCP. The server ends when the client disconnects. It fails unless its memory then has
  * the bytes that `move` puts.
  */
