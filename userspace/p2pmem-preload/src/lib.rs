@@ -18,7 +18,8 @@
 //!
 //! The library has no state but these variables: no list of regions, no open file, no lock. The dma-buf lives as long as
 //! the region. So any number of threads may map and register, and a child after `fork()` starts like any other process.
-//! After the start of the program, the library allocates memory only to find the reason of an error.
+//! After the start of the program, the library allocates memory only to find the reason of an error. The dynamic loader may
+//! allocate memory when the library asks which libibverbs a call belongs to.
 //!
 //! If registering p2pmem memory fails, the library writes the reason to standard error, in one line, and keeps the errno of
 //! the module or of the NIC's driver. With `P2PMEM_PRELOAD_LOG=1` in the environment it also reports successful

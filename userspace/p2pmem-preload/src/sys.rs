@@ -7,7 +7,6 @@ pub(crate) mod mapping;
 
 use std::ffi::{c_int, c_uint, c_void, CStr};
 use std::fmt;
-use std::sync::atomic::{AtomicPtr, Ordering};
 
 use p2pmem_near::Registered;
 use p2pmem_sys as abi;
@@ -159,7 +158,7 @@ pub(crate) struct Domain(*mut ibv::ibv_pd);
 
 impl fmt::Display for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(name) = real::<ibv::ibv_get_device_name>(&GET_DEVICE_NAME) else {
+        let Some(name) = real::<ibv::ibv_get_device_name>(&GET_DEVICE_NAME, *self) else {
             return f.write_str("a NIC");
         };
         // SAFETY: the domain is valid (type invariant), so it has an open device, whose name is a NUL-terminated string.
@@ -180,9 +179,24 @@ impl fmt::Display for Region {
 }
 
 impl Domain {
+    /// Returns the library of the NIC's driver, which is linked to the libibverbs that has the domain.
+    fn driver(self) -> Option<Library> {
+        // SAFETY: the domain is valid (type invariant), so it has an open device.
+        let function = unsafe { (*(*self.0).context).poll_cq };
+        let mut info = std::mem::MaybeUninit::<libc::Dl_info>::uninit();
+        // SAFETY: the call only compares the address with those of loaded libraries, and fills the structure if it returns
+        // another value than 0.
+        if function.is_null() || unsafe { libc::dladdr(function, info.as_mut_ptr()) } == 0 {
+            return None;
+        }
+        // SAFETY: filled by the call. The file name is a NUL-terminated string while the library is loaded, and the library
+        // has functions of an open device.
+        loaded(unsafe { CStr::from_ptr(info.assume_init().dli_fname) })
+    }
+
     /// Registers the bytes of a call; they start at `offset` of the dma-buf.
     pub(crate) fn reg_dmabuf(self, dmabuf: &Fd, offset: u64, call: &Call, access: u32) -> Result<Region, Errno> {
-        let reg = real::<ibv::ibv_reg_dmabuf_mr>(&REG_DMABUF_MR).ok_or(Errno(libc::ENOSYS))?;
+        let reg = real::<ibv::ibv_reg_dmabuf_mr>(&REG_DMABUF_MR, self).ok_or(Errno(libc::ENOSYS))?;
         Errno(0).set();
         // SAFETY: the domain is valid (type invariant), and the descriptor is open. The flags fit: bit 29 is the highest.
         let mr = unsafe { reg(self.0, offset, call.length, call.iova, dmabuf.0, access as c_int) };
@@ -198,45 +212,54 @@ impl Domain {
     }
 }
 
-/// A function of the real libibverbs: name, symbol version, and cached address.
+/// A function of the real libibverbs: name and symbol version.
 struct Symbol {
     name: &'static CStr,
     version: &'static CStr,
-    found: AtomicPtr<c_void>,
 }
 
 impl Symbol {
     const fn new(name: &'static CStr, version: &'static CStr) -> Self {
-        Self {
-            name,
-            version,
-            found: AtomicPtr::new(std::ptr::null_mut()),
-        }
+        Self { name, version }
     }
 
-    fn find(&self) -> *mut c_void {
-        let known = self.found.load(Ordering::Relaxed);
-        if !known.is_null() {
-            return known;
+    /// Returns the function of the libibverbs that has the domain. A process can have several, because wheels contain their
+    /// own copy with a changed file name. Objects of one copy must not be passed to another.
+    fn find(&self, domain: Domain) -> *mut c_void {
+        let found = domain.driver().map(|driver| self.find_in(driver));
+        if let Some(found) = found.filter(|found| !found.is_null()) {
+            return found;
         }
-        // The next library after this one, if the program is linked to libibverbs; otherwise the libibverbs that a plugin of
-        // the program has loaded. That one is loaded, because the caller has a protection domain.
-        // SAFETY: names are NUL-terminated. The handle is never closed.
-        let found = unsafe {
-            let next = libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), self.version.as_ptr());
-            if next.is_null() {
-                match libc::dlopen(ibv::LIBRARY.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) {
-                    handle if handle.is_null() => next,
-                    handle => libc::dlvsym(handle, self.name.as_ptr(), self.version.as_ptr()),
-                }
-            } else {
-                next
-            }
-        };
-        // Concurrent lookups find the same address.
-        self.found.store(found, Ordering::Relaxed);
-        found
+        // SAFETY: names are NUL-terminated.
+        let next = unsafe { libc::dlvsym(libc::RTLD_NEXT, self.name.as_ptr(), self.version.as_ptr()) };
+        if next.is_null() {
+            // The program is not linked to libibverbs; a plugin of the program has loaded libibverbs.
+            return loaded(ibv::LIBRARY).map_or(next, |library| self.find_in(library));
+        }
+        next
     }
+
+    /// Returns the function of this name in a library or in the libraries that it is linked to; null if there is none.
+    fn find_in(&self, library: Library) -> *mut c_void {
+        // SAFETY: names are NUL-terminated, and the handle is never closed (type invariant).
+        unsafe { libc::dlvsym(library.0, self.name.as_ptr(), self.version.as_ptr()) }
+    }
+}
+
+/// A loaded library.
+///
+/// # Invariants
+///
+/// The handle is one of dlopen(), and is never closed.
+#[derive(Clone, Copy)]
+struct Library(*mut c_void);
+
+/// Returns the library of this file name if it is loaded.
+fn loaded(name: &CStr) -> Option<Library> {
+    // SAFETY: the name is NUL-terminated. The call runs no code of a library, because it loads none.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    // INVARIANT: a handle of dlopen().
+    (!handle.is_null()).then_some(Library(handle))
 }
 
 static GET_DEVICE_NAME: Symbol = Symbol::new(ibv::name::GET_DEVICE_NAME, c"IBVERBS_1.1");
@@ -246,10 +269,11 @@ static REG_MR_IOVA2: Symbol = Symbol::new(ibv::name::REG_MR_IOVA2, c"IBVERBS_1.8
 static REG_DMABUF_MR: Symbol = Symbol::new(ibv::name::REG_DMABUF_MR, c"IBVERBS_1.12");
 static REREG_MR: Symbol = Symbol::new(ibv::name::REREG_MR, c"IBVERBS_1.1");
 
-/// Returns the real function. `F` must be its type: each static above is used with the type of the same name.
-fn real<F: Copy>(symbol: &Symbol) -> Option<F> {
+/// Returns the real function for objects of the domain. `F` must be its type: each static above is used with the type of the
+/// same name.
+fn real<F: Copy>(symbol: &Symbol, domain: Domain) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
-    let found = symbol.find();
+    let found = symbol.find(domain);
     // SAFETY: not null, so this is the function of that name and version, whose type is `F` (a test of p2pmem-verbs-sys
     // compares the types with the header). All function pointers have the same size.
     (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
@@ -263,7 +287,7 @@ fn real<F: Copy>(symbol: &Symbol) -> Option<F> {
 unsafe fn register_or_forward(
     pd: *mut ibv::ibv_pd,
     call: &Call,
-    original: impl FnOnce() -> *mut ibv::ibv_mr,
+    original: impl FnOnce(Domain) -> *mut ibv::ibv_mr,
 ) -> *mut ibv::ibv_mr {
     let before = Errno::last();
     // INVARIANT: the caller guarantees a valid domain.
@@ -279,7 +303,7 @@ unsafe fn register_or_forward(
         }
         None => {
             before.set();
-            let mr = original();
+            let mr = original(domain);
             if mr.is_null() {
                 let errno = Errno::last();
                 explain_failure(call, domain);
@@ -319,8 +343,8 @@ pub unsafe extern "C" fn ibv_reg_mr(
     };
     // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        register_or_forward(pd, &call, || {
-            real::<ibv::ibv_reg_mr>(&REG_MR).map_or_else(missing, |real| real(pd, addr, length, access))
+        register_or_forward(pd, &call, |domain| {
+            real::<ibv::ibv_reg_mr>(&REG_MR, domain).map_or_else(missing, |real| real(pd, addr, length, access))
         })
     }
 }
@@ -347,8 +371,9 @@ pub unsafe extern "C" fn ibv_reg_mr_iova(
     };
     // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        register_or_forward(pd, &call, || {
-            real::<ibv::ibv_reg_mr_iova>(&REG_MR_IOVA).map_or_else(missing, |real| real(pd, addr, length, iova, access))
+        register_or_forward(pd, &call, |domain| {
+            real::<ibv::ibv_reg_mr_iova>(&REG_MR_IOVA, domain)
+                .map_or_else(missing, |real| real(pd, addr, length, iova, access))
         })
     }
 }
@@ -375,8 +400,8 @@ pub unsafe extern "C" fn ibv_reg_mr_iova2(
     };
     // SAFETY: the caller's guarantee covers the same arguments.
     unsafe {
-        register_or_forward(pd, &call, || {
-            real::<ibv::ibv_reg_mr_iova2>(&REG_MR_IOVA2)
+        register_or_forward(pd, &call, |domain| {
+            real::<ibv::ibv_reg_mr_iova2>(&REG_MR_IOVA2, domain)
                 .map_or_else(missing, |real| real(pd, addr, length, iova, access))
         })
     }
@@ -407,7 +432,7 @@ pub unsafe extern "C" fn ibv_rereg_mr(
         return ibv::IBV_REREG_MR_ERR_INPUT;
     }
     before.set();
-    match real::<ibv::ibv_rereg_mr>(&REREG_MR) {
+    match real::<ibv::ibv_rereg_mr>(&REREG_MR, domain) {
         // SAFETY: the caller's guarantee covers the same arguments.
         Some(real) => unsafe { real(mr, flags, pd, addr, length, access) },
         None => {

@@ -90,6 +90,47 @@ fn a_c_program_s_registrations_are_translated() {
 }
 
 #[test]
+fn a_plugin_s_own_libibverbs_gets_the_calls_of_the_plugin() {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
+    let dir = tempfile::tempdir().unwrap();
+    let script = format!("-Wl,--version-script={}", here.join("fake_verbs.map").display());
+    let compile = |name: &str, flags: &[&str], from: &[&Path]| {
+        let out = dir.path().join(name);
+        let common = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-g"];
+        let from: Vec<&Path> = [&[out.as_path()], from].concat();
+        cc(&[&common[..], flags, &["-o"]].concat(), &from).then_some(out)
+    };
+    let library = |name: &str| {
+        let soname = format!("-Wl,-soname,{name}");
+        // Each library records calls in its own variable.
+        let flags = ["-shared", "-fPIC", "-Wl,-Bsymbolic", &soname, &script];
+        compile(name, &flags, &[&here.join("fake_verbs.c")])
+    };
+    let Some(system) = library("libibverbs.so.1") else {
+        assert!(
+            !in_sandbox(),
+            "in the sandbox this test must run, but there is no cc or no infiniband/verbs.h"
+        );
+        eprintln!("skipped: there is no cc or no infiniband/verbs.h");
+        return;
+    };
+    let copy = library("libibverbs-0123abcd.so.1.14").unwrap();
+    let program = here.join("bundled.c");
+    let plugin = compile("plugin.so", &["-shared", "-fPIC", "-DPLUGIN"], &[&program, &copy]).unwrap();
+    let program = compile("bundled", &[], &[&program]).unwrap();
+    for arguments in [&[&plugin][..], &[&plugin, &system]] {
+        let out = Command::new(&program)
+            .args(arguments)
+            .env("LD_LIBRARY_PATH", dir.path())
+            .env("LD_PRELOAD", shim())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.success(), "{arguments:?}: {}: {said}", out.status);
+    }
+}
+
+#[test]
 fn only_the_replaced_functions_are_exported() {
     let out = match Command::new("nm").args(["-D", "--defined-only"]).arg(shim()).output() {
         Ok(out) if out.status.success() => String::from_utf8(out.stdout).unwrap(),

@@ -21,12 +21,16 @@ use core::ffi::{c_char, c_int, c_uint, c_void, CStr};
 /// File name of the library, for `dlopen()`.
 pub const LIBRARY: &CStr = c"libibverbs.so.1";
 
-/// An open NIC. Only the first field is here.
+/// An open NIC. Only the first fields are here.
 #[repr(C)]
 #[derive(Debug)]
 pub struct ibv_context {
     /// `struct ibv_device *`
     pub device: *mut c_void,
+    /// Functions that calls of a program do not use.
+    unused: [*mut c_void; 11],
+    /// The function that polls a completion queue, in the library of the NIC's driver.
+    pub poll_cq: *mut c_void,
 }
 
 /// A protection domain.

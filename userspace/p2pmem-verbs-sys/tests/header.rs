@@ -25,6 +25,10 @@ fn source() -> String {
         "offsetof(struct ibv_context, device)",
         offset_of!(ibv_context, device) as i128,
     );
+    same(
+        "offsetof(struct ibv_context, ops.poll_cq)",
+        offset_of!(ibv_context, poll_cq) as i128,
+    );
     same("offsetof(struct ibv_pd, context)", offset_of!(ibv_pd, context) as i128);
     same("offsetof(struct ibv_pd, handle)", offset_of!(ibv_pd, handle) as i128);
     same("offsetof(struct ibv_mr, context)", offset_of!(ibv_mr, context) as i128);

@@ -318,6 +318,15 @@ impl Client {
         )
     }
 
+    /// Returns whether a command names an environment variable.
+    pub fn names(&self, variable: &str) -> bool {
+        let server = self.server.as_ref().map(|(script, _)| script);
+        server
+            .into_iter()
+            .chain([&self.client])
+            .any(|text| text.contains(variable))
+    }
+
     /// Returns whether the server must end by itself.
     pub fn server_ends(&self) -> bool {
         matches!(self.expected, Expected::End { server_ends: true, .. })
@@ -585,6 +594,22 @@ mod tests {
             Duration::from_secs(120)
         );
         assert!(table.clients[5].server_command().is_none());
+    }
+
+    #[test]
+    fn client_names_the_variables_of_both_commands() {
+        let table = Table::parse("t", TABLE).unwrap();
+        assert!(table.clients[0].names("$P2PMEM_ADDR_B") && !table.clients[0].names("$P2PMEM_ADDR_A"));
+        let text = r#"
+            topology = "rdma"
+            [[client]]
+            name = "one"
+            listen = 1
+            server = "$A/x"
+            client = "$B/x"
+        "#;
+        let one = &Table::parse("t", text).unwrap().clients[0];
+        assert!(one.names("$A") && one.names("$B") && !one.names("$C"));
     }
 
     #[test]

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
@@ -32,6 +32,10 @@ const PYVERBS: Duration = Duration::from_secs(1500);
 const PYVERBS_LIMIT: u32 = 120;
 /// The number of huge pages that some of them need.
 const HUGE_PAGES: u32 = 16;
+
+/// The folders of the compiled C programs and of the installed wheels.
+static PROGRAMS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+static WHEELS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
 
 /// The results of the clients that ran.
 pub type Reports = Arc<Mutex<Vec<Report>>>;
@@ -127,7 +131,7 @@ fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> 
 
 fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: Attempt) -> Result<()> {
     let mut guests = bed.guests(&table.topology, attempt)?;
-    let env = environment(bed)?;
+    let env = environment(bed, client)?;
     if let Some(script) = table
         .set_up
         .as_ref()
@@ -264,20 +268,49 @@ fn unpack_pyverbs() -> Result<PathBuf> {
     Ok(folder)
 }
 
+/// Runs a script of the tables' folder that makes a folder for guests, and returns the folder. `script` is the script's path
+/// in the tables' folder. Runs the script once in this process.
+fn make_folder(script: &str, made: &OnceLock<Result<PathBuf, String>>) -> Result<PathBuf> {
+    let make = || {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(script);
+        let output = std::process::Command::new(tables().join(script))
+            .arg(&folder)
+            .output()?;
+        ensure!(
+            output.status.success(),
+            "{script}: {}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        Ok(folder)
+    };
+    let made = made.get_or_init(|| make().map_err(|e| format!("{e:#}")));
+    made.clone().map_err(|e| anyhow!(e))
+}
+
 /// Returns the environment of all scripts: the module, the folder of this build's programs, and the folder of the
-/// scripts.
-fn environment(bed: &Bed) -> Result<BTreeMap<String, String>> {
+/// scripts. For a client that names them, also the folder of compiled programs and the folder of wheels.
+fn environment(bed: &Bed, client: &Client) -> Result<BTreeMap<String, String>> {
     let module = bed.module()?;
     let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
     ensure!(
         Path::new(&bin).join("p2pmemctl").exists(),
         "{bin} has no p2pmemctl: make user"
     );
-    Ok(BTreeMap::from([
+    let mut env = BTreeMap::from([
         ("P2PMEM_MODULE".into(), module),
         ("P2PMEM_BIN".into(), bin),
         ("P2PMEM_CLIENTS".into(), tables().display().to_string()),
-    ]))
+    ]);
+    for (variable, script, made) in [
+        ("P2PMEM_PROGRAMS", "programs/build", &PROGRAMS),
+        ("P2PMEM_WHEELS", "wheels/install", &WHEELS),
+    ] {
+        if client.names(variable) {
+            env.insert(variable.into(), make_folder(script, made)?.display().to_string());
+        }
+    }
+    Ok(env)
 }
 
 fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -> Result<()> {
