@@ -9,7 +9,7 @@ mod rdma;
 
 use std::fmt;
 
-use p2pmem::inventory::Inventory;
+use p2pmem::inventory::{Inventory, Release};
 use p2pmem::{devices_in, ErrorKind, PciDevice};
 use serde::Serialize;
 
@@ -169,6 +169,11 @@ fn examine(machine: &Environment) -> Vec<Check> {
 /// Returns what the check of the host bridges found, for other commands.
 pub(crate) fn host_bridge_summary(machine: &Environment, devices: &[PciDevice]) -> String {
     paths::host_bridges(machine, devices).found
+}
+
+/// Returns the first kernel release that can load the module, if that of the machine is older.
+pub(crate) fn needed_release(machine: &Environment) -> Option<Release> {
+    kernel::needed_release(machine)
 }
 
 fn module(machine: &Environment) -> Check {

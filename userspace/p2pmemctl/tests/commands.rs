@@ -712,6 +712,18 @@ Clients:
         computed["remedy"].as_str().unwrap().contains("modprobe p2pmem"),
         "{json}"
     );
+    let put_release = |release: &str| {
+        fs::create_dir_all(machine.root().join("proc/sys/kernel")).unwrap();
+        fs::write(machine.root().join("proc/sys/kernel/osrelease"), release).unwrap();
+    };
+    put_release("7.2.0\n");
+    assert_eq!(machine.run_all(&["topo", "mlx5_0"]).2, ADVICE);
+    put_release("6.18.4\n");
+    let advice = machine.run_all(&["topo", "mlx5_0"]).2;
+    assert!(
+        advice.contains("boot Linux 7.2 or later, and load the module"),
+        "{advice}"
+    );
     assert_eq!(json["providers"], serde_json::json!([]));
     assert_eq!(json["memory_devices"][1]["driver"], "nvidia");
     assert_eq!(

@@ -178,7 +178,7 @@ mod arch {
         let own = on_bus_error as extern "C" fn(c_int, *mut siginfo_t, *mut c_void) as libc::sighandler_t;
         // SAFETY: All fields of sigaction are integers and pointers that may be 0.
         let (mut current, mut new) = unsafe { (zeroed::<sigaction>(), zeroed::<sigaction>()) };
-        // SAFETY: The null pointer leaves the action as it is, and `current` is valid for writing.
+        // SAFETY: The null pointer keeps the action as it is, and `current` is valid for writing.
         if unsafe { sigaction(libc::SIGBUS, ptr::null(), &mut current) } != 0 {
             return Err(io::Error::last_os_error());
         }
