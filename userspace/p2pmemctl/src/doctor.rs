@@ -4,6 +4,7 @@
 
 mod kernel;
 mod memory;
+mod pair;
 mod paths;
 mod rdma;
 
@@ -76,16 +77,26 @@ impl Check {
 struct Report {
     ok: bool,
     checks: Vec<Check>,
+    /// What `--pair` measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pair: Option<pair::Pair>,
 }
 
 pub(crate) fn doctor(context: &mut Context<'_>, args: &DoctorArgs) -> anyhow::Result<Outcome> {
     let Some(table) = args.table.of::<Check>(context)? else {
         return Ok(Outcome::Done);
     };
-    let checks = examine(context.environment);
+    let (checks, pair) = match args.pair.as_slice() {
+        [nic, device] => {
+            let (checks, pair) = pair::measure(context, nic, device)?;
+            (checks, Some(pair))
+        }
+        _ => (examine(context.environment), None),
+    };
     let report = Report {
         ok: checks.iter().all(|c| c.level != Level::Failure),
         checks,
+        pair,
     };
     if context.json {
         context.print_json(&report)?;
