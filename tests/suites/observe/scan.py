@@ -77,9 +77,10 @@ def without_module():
     assert text.startswith(b"Computed from sysfs: the module is not loaded."), text
     assert b"modprobe p2pmem" in messages and messages.count(b"\n") == 1, messages
 
-    answer = tool("explain", "--what-if", "16M", "--near", NVME, user=NOBODY)
+    # Accelerator and drive are equally near. The memory of the drive is too small.
+    answer = tool("explain", "--what-if", "32M", "--near", NVME, user=NOBODY)
     candidates = {candidate["addr"]: candidate for candidate in answer["candidates"]}
-    # Accelerator and drive are equally near; the accelerator has more memory.
+    assert candidates[CMB]["code"] == "too-small", answer
     assert answer["chosen"] == ACCELERATOR and {ACCELERATOR, CMB} <= set(candidates), answer
     assert candidates[CMB]["class"] == "same-switch" and candidates[CMB]["source"]["backend"] == "sysfs", answer
     assert candidates[ACCELERATOR]["source"]["availability"] == "possible", answer

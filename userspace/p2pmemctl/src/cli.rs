@@ -165,6 +165,11 @@ pub struct ListArgs {
 /// Options of `doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
+    /// Measure whether a NIC reaches the memory of a device, instead of all checks. Allocates up to 1 MiB of the device's
+    /// memory (from the module, or by vfio-pci), registers it with the NIC, and moves data by RDMA WRITE and READ.
+    #[arg(long, num_args = 2, value_names = ["NIC", "DEVICE"])]
+    pub pair: Vec<String>,
+
     /// Form of the table.
     #[command(flatten)]
     pub table: TableArgs,

@@ -176,6 +176,11 @@ const VALUES: &[(&[&str], &str, Candidates)] = &[
     (&["stats"], OUTPUT, |_| columns::<list::OneStats>()),
     (&["events"], OUTPUT, |_| columns::<Event>()),
     (&["scan"], OUTPUT, |_| columns::<scan::SourceRow>()),
+    (&["doctor"], "pair", |machine| {
+        let mut all = nics(machine);
+        all.extend(memory_devices(machine));
+        all
+    }),
     (&["doctor"], OUTPUT, |_| columns::<doctor::Check>()),
 ];
 

@@ -77,18 +77,23 @@ impl Without {
         let mut caveats = vec![format!(
             "paths through the root complex (PHB, NODE, SYS) count as usable; {host_bridge}"
         )];
-        let mut steps = Vec::new();
+        let mut steps: Vec<String> = Vec::new();
         if !unreadable.is_empty() {
             let count = unreadable.len();
             caveats.push(format!(
                 "whether ports redirect by ACS is unknown: only root can read the configuration space of {count} {}",
                 if count == 1 { "bridge" } else { "bridges" }
             ));
-            steps.push("run as root to see ports that redirect by ACS");
+            steps.push("run as root to see ports that redirect by ACS".into());
         }
         match self.0 {
             Obstacle::NotLoaded => {
-                steps.push("load the module (modprobe p2pmem) for the kernel's decisions");
+                let boot = doctor::needed_release(machine).map_or_else(String::new, |(major, minor)| {
+                    format!("boot Linux {major}.{minor} or later, and ")
+                });
+                steps.push(format!(
+                    "{boot}load the module (modprobe p2pmem) for the kernel's decisions"
+                ));
             }
             Obstacle::NotPermitted => {
                 caveats.push("providers, used memory, and rules are not known".into());
@@ -96,7 +101,8 @@ impl Without {
                 steps.clear();
                 steps.push(
                     "run as root, or join the group of the device (usermod -aG p2pmem USER) and log in again, to see \
-                     providers and the kernel's decisions",
+                     providers and the kernel's decisions"
+                        .into(),
                 );
             }
         }

@@ -4,12 +4,13 @@
 
 mod kernel;
 mod memory;
+mod pair;
 mod paths;
 mod rdma;
 
 use std::fmt;
 
-use p2pmem::inventory::Inventory;
+use p2pmem::inventory::{Inventory, Release};
 use p2pmem::{devices_in, ErrorKind, PciDevice};
 use serde::Serialize;
 
@@ -76,16 +77,26 @@ impl Check {
 struct Report {
     ok: bool,
     checks: Vec<Check>,
+    /// What `--pair` measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pair: Option<pair::Pair>,
 }
 
 pub(crate) fn doctor(context: &mut Context<'_>, args: &DoctorArgs) -> anyhow::Result<Outcome> {
     let Some(table) = args.table.of::<Check>(context)? else {
         return Ok(Outcome::Done);
     };
-    let checks = examine(context.environment);
+    let (checks, pair) = match args.pair.as_slice() {
+        [nic, device] => {
+            let (checks, pair) = pair::measure(context, nic, device)?;
+            (checks, Some(pair))
+        }
+        _ => (examine(context.environment), None),
+    };
     let report = Report {
         ok: checks.iter().all(|c| c.level != Level::Failure),
         checks,
+        pair,
     };
     if context.json {
         context.print_json(&report)?;
@@ -169,6 +180,11 @@ fn examine(machine: &Environment) -> Vec<Check> {
 /// Returns what the check of the host bridges found, for other commands.
 pub(crate) fn host_bridge_summary(machine: &Environment, devices: &[PciDevice]) -> String {
     paths::host_bridges(machine, devices).found
+}
+
+/// Returns the first kernel release that can load the module, if that of the machine is older.
+pub(crate) fn needed_release(machine: &Environment) -> Option<Release> {
+    kernel::needed_release(machine)
 }
 
 fn module(machine: &Environment) -> Check {

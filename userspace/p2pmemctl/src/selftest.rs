@@ -51,38 +51,39 @@ struct Report {
     registration: Option<RegistrationReport>,
 }
 
-#[derive(Serialize)]
-struct RegistrationReport {
-    nic: String,
+/// Result of a registration with a NIC, and of transfers by the NIC.
+#[derive(Debug, Serialize)]
+pub(crate) struct RegistrationReport {
+    pub(crate) nic: String,
     /// Registration method; `None` if the registration failed.
-    method: Option<RegistrationMethod>,
-    microseconds: u64,
-    error: Option<String>,
-    remedy: Option<&'static str>,
+    pub(crate) method: Option<RegistrationMethod>,
+    pub(crate) microseconds: u64,
+    pub(crate) error: Option<String>,
+    pub(crate) remedy: Option<&'static str>,
     /// Result of the RDMA transfers; `None` if the registration failed.
-    transfer: Option<TransferReport>,
+    pub(crate) transfer: Option<TransferReport>,
 }
 
 impl RegistrationReport {
-    fn ok(&self) -> bool {
+    pub(crate) fn ok(&self) -> bool {
         self.transfer.as_ref().is_some_and(TransferReport::ok)
     }
 }
 
 /// Result of an RDMA WRITE and an RDMA READ between the halves of the memory.
 #[derive(Debug, Default, Serialize)]
-struct TransferReport {
+pub(crate) struct TransferReport {
     /// Bytes moved by both operations together.
-    bytes: u64,
+    pub(crate) bytes: u64,
     /// Number of words with a wrong value after the transfers.
-    wrong_words: u64,
+    pub(crate) wrong_words: u64,
     /// Offset of the first wrong word in the buffer, in bytes.
-    first_wrong: Option<u64>,
-    error: Option<String>,
+    pub(crate) first_wrong: Option<u64>,
+    pub(crate) error: Option<String>,
 }
 
 impl TransferReport {
-    fn ok(&self) -> bool {
+    pub(crate) fn ok(&self) -> bool {
         self.error.is_none() && self.wrong_words == 0 && self.bytes > 0
     }
 }
@@ -132,7 +133,7 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
     if size == 0 {
         bail!("provider {} has no free memory to test", provider.id);
     }
-    let nic = args.nic.as_deref().map(open_nic).transpose()?;
+    let nic = args.nic.as_deref().map(LoopbackNic::open).transpose()?;
     let buffer = context.allocating(size, || device.alloc(&Request::new(size).provider(provider.id)))?;
     let mapping = buffer.map()?;
     let bar = context.progress_bar("testing", 2 * PATTERNS.len() as u64 * buffer.size());
@@ -141,17 +142,7 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
         patterns.push(test(&mapping, name, pattern, &bar)?);
     }
     bar.finish_and_clear();
-    let registration = nic.as_ref().map(|(pd, connect)| {
-        register(&buffer, pd, |registration| {
-            let (near, far) = connect()?;
-            let mut loopback = Loopback {
-                near,
-                _far: far,
-                registration,
-            };
-            Ok(transfer(&mapping, &mut loopback))
-        })
-    });
+    let registration = nic.as_ref().map(|nic| nic.measure(&buffer, &mapping));
     let moved = registration.as_ref().is_none_or(RegistrationReport::ok);
     let ok = moved && patterns.iter().all(|p| p.wrong_words == 0);
     let report = Report {
@@ -174,17 +165,39 @@ pub(crate) fn selftest(context: &mut Context<'_>, args: &SelftestArgs) -> anyhow
 /// Creates both queue pairs of a connection of a NIC with itself.
 type Connect = Box<dyn Fn() -> p2pmem::Result<(Queue, Queue)>>;
 
-fn open_nic(name: &str) -> p2pmem::Result<(Pd, Connect)> {
-    let nic = Nic::open(name)?;
-    let domain = nic.alloc_pd()?;
-    let pd = domain.to_pd()?;
-    let connect: Connect = Box::new(move || {
-        let (mut near, mut far) = (nic.queue(&domain)?, nic.queue(&domain)?);
-        near.connect(&far.endpoint())?;
-        far.connect(&near.endpoint())?;
-        Ok((near, far))
-    });
-    Ok((pd, connect))
+/// A NIC for transfers within one buffer.
+pub(crate) struct LoopbackNic {
+    pd: Pd,
+    connect: Connect,
+}
+
+impl LoopbackNic {
+    /// Opens a NIC by name.
+    pub(crate) fn open(name: &str) -> p2pmem::Result<Self> {
+        let nic = Nic::open(name)?;
+        let domain = nic.alloc_pd()?;
+        let pd = domain.to_pd()?;
+        let connect: Connect = Box::new(move || {
+            let (mut near, mut far) = (nic.queue(&domain)?, nic.queue(&domain)?);
+            near.connect(&far.endpoint())?;
+            far.connect(&near.endpoint())?;
+            Ok((near, far))
+        });
+        Ok(Self { pd, connect })
+    }
+
+    /// Registers a buffer, and moves data within the buffer by RDMA WRITE and READ. The mapping is that of the buffer.
+    pub(crate) fn measure(&self, buffer: &Buffer, mapping: &Mapping) -> RegistrationReport {
+        register(buffer, &self.pd, |registration| {
+            let (near, far) = (self.connect)()?;
+            let mut loopback = Loopback {
+                near,
+                _far: far,
+                registration,
+            };
+            Ok(transfer(mapping, &mut loopback))
+        })
+    }
 }
 
 /// Registers a buffer with a NIC for remote access, moves data by RDMA, and deregisters the buffer.

@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn invalid_arguments_are_exit_code_2_with_a_reason() {
-    let cases: [(&[&str], &str); 14] = [
+    let cases: [(&[&str], &str); 15] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),
@@ -35,6 +35,7 @@ fn invalid_arguments_are_exit_code_2_with_a_reason() {
         (&["list", "--output", "WEIGHT"], "there is no column"),
         (&["explain", "4K", "--what-if", "--device", "1"], "cannot be used with"),
         (&["topo", "--svg", "-", "--list"], "cannot be used with"),
+        (&["doctor", "--pair", "mlx5_0"], "2 values required"),
     ];
     for (args, words) in cases {
         let (code, out, err) = run(args);

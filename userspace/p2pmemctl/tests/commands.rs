@@ -723,6 +723,18 @@ Clients:
         computed["remedy"].as_str().unwrap().contains("modprobe p2pmem"),
         "{json}"
     );
+    let put_release = |release: &str| {
+        fs::create_dir_all(machine.root().join("proc/sys/kernel")).unwrap();
+        fs::write(machine.root().join("proc/sys/kernel/osrelease"), release).unwrap();
+    };
+    put_release("7.2.0\n");
+    assert_eq!(machine.run_all(&["topo", "mlx5_0"]).2, ADVICE);
+    put_release("6.18.4\n");
+    let advice = machine.run_all(&["topo", "mlx5_0"]).2;
+    assert!(
+        advice.contains("boot Linux 7.2 or later, and load the module"),
+        "{advice}"
+    );
     assert_eq!(json["providers"], serde_json::json!([]));
     assert_eq!(json["memory_devices"][1]["driver"], "nvidia");
     assert_eq!(
@@ -898,6 +910,64 @@ fn topo_draws_the_machine() {
     assert!(code == 2 && err.contains("not JSON"), "{err}");
     let (code, _, err) = machine.run_all(&["topo", "--svg", "/nonexistent/file.svg"]);
     assert!(code == 1 && err.contains("cannot write /nonexistent/file.svg"), "{err}");
+}
+
+#[test]
+fn doctor_of_a_pair_says_what_is_missing() {
+    let mut machine = machine_without_module();
+    let (code, json) = machine.json(&["doctor", "--pair", "mlx5_0", "03:00.0"]);
+    let checks = json["checks"].as_array().unwrap();
+    let names: Vec<_> = checks.iter().map(|check| check["check"].as_str().unwrap()).collect();
+    assert_eq!((code, names), (1, vec!["pair-path", "pair-iommu", "pair-memory"]));
+    assert_eq!(
+        (&json["pair"]["class"], &json["pair"]["backend"]),
+        (&"same-switch".into(), &Value::Null)
+    );
+    assert!(
+        checks[1]["found"]
+            .as_str()
+            .unwrap()
+            .contains("the NIC uses bus addresses"),
+        "{json}"
+    );
+    let remedy = checks[2]["remedy"].as_str().unwrap();
+    assert!(remedy.contains("p2pmemctl publish 0000:03:00.0"), "{json}");
+    // The path crosses the root complex, and the IOMMU translates the NIC's addresses.
+    let groups = machine.root().join("sys/kernel/iommu_groups/1");
+    fs::create_dir_all(&groups).unwrap();
+    fs::write(groups.join("type"), "DMA-FQ\n").unwrap();
+    symlink(
+        &groups,
+        machine.root().join("sys/bus/pci/devices/0000:05:00.0/iommu_group"),
+    )
+    .unwrap();
+    let (code, out) = machine.run(&["doctor", "--pair", "mlx5_0", "nvme0"]);
+    assert!(
+        code == 1 && out.contains("WARN   pair-path") && out.contains("mlx5_0 has DMA-FQ"),
+        "{out}"
+    );
+    for (device, words) in [
+        ("0000:04:00.0", "by the driver's interface: nvidia"),
+        ("mlx5_0", "has no memory to share"),
+        ("0000:99:00.0", "no PCI function 0000:99:00.0"),
+        ("7", "only the module knows"),
+    ] {
+        let (code, out, err) = machine.run_all(&["doctor", "--pair", "mlx5_0", device]);
+        assert!(
+            code == 1 && (out.clone() + &err).contains(words),
+            "{device}: {out}{err}"
+        );
+    }
+    // With the module, the memory is that of the provider. This machine has no NIC of this name.
+    machine.open_error = 0;
+    machine.fake = Fake::new().provider("0000:03:00.0".parse().unwrap(), 64 << 20);
+    for device in ["1", "03:00.0"] {
+        let (code, out, err) = machine.run_all(&["doctor", "--pair", "mlx5_0", device]);
+        assert!(code == 1 && out.is_empty() && err.contains("p2pmemctl: "), "{out}{err}");
+    }
+    let (code, _, err) = machine.run_all(&["doctor", "--pair", "mlx5_0", "7"]);
+    assert!(code == 1 && err.contains("7 is not a provider"), "{err}");
+    assert_eq!(machine.json(&["list"]).1["info"]["buffers"], 0);
 }
 
 #[test]

@@ -102,6 +102,8 @@ fn values_are_those_of_the_machine() {
         ("list -o SIZE,us", &["SIZE,USED", "SIZE,USE%"]),
         ("list -o +u", &["+USED", "+USE%"]),
         ("doctor --output l", &["LEVEL"]),
+        ("doctor --pair m", &["mlx5_0"]),
+        ("doctor --pair mlx5_0 0", &["0000:0b:00.0"]),
         ("explain -o S", &["SIZE", "SOURCE"]),
     ] {
         assert_eq!(

@@ -20,6 +20,12 @@ const OPTIONS: [(&str, &str); 5] = [
 /// The EFI variable whose last byte is 1 if Secure Boot is on.
 pub(super) const SECURE_BOOT: &str = "sys/firmware/efi/efivars/SecureBoot-8be4df61-93ca-11d2-aa0d-00e098032b8c";
 
+/// Returns the oldest release that the module supports, if that of the machine is known and older.
+pub(super) fn needed_release(machine: &Environment) -> Option<Release> {
+    let release = kernel_release(&machine.read("proc/sys/kernel/osrelease").unwrap_or_default());
+    (release != (0, 0) && release < FIRST).then_some(FIRST)
+}
+
 /// Checks the release. A kernel that has loaded the module passes.
 pub(super) fn release(machine: &Environment) -> Check {
     const NAME: &str = "kernel";

@@ -266,7 +266,11 @@ fn an_empty_machine_is_reported_without_a_panic() {
         open: Box::new(|| p2pmem::Device::open_path("/nonexistent/p2pmem")),
     };
     let checks = examine(&machine);
-    let report = Report { ok: false, checks };
+    let report = Report {
+        ok: false,
+        checks,
+        pair: None,
+    };
     let text = render_report(&report, &Table::default());
     let text = anstream::adapter::strip_str(&text).to_string();
     assert!(

@@ -7,6 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -23,6 +24,7 @@ use sideway::ibverbs::protection_domain::ProtectionDomain;
 use super::backends::{Check, NOBODY, PART, client, counters, provider, refused};
 use super::dmabuf_end::Log;
 use super::life::{BOUND, Part, ready};
+use super::rdma_programs::{finish, sibling, spawn, text};
 use super::rdma_user::{MIB, REMOTE_ACCESS, check, ended, fill};
 use super::share::{receive, send};
 use super::{command, errno, read, write};
@@ -180,8 +182,24 @@ impl HostMemory {
     }
 }
 
+/// `p2pmemctl doctor --pair` gets memory by vfio-pci, and measures.
+fn measured_by_doctor(devices: &Devices) -> Result<()> {
+    let nic = devices["nic0"].rdma.as_deref().context("nic0 has no RDMA device")?;
+    let accel = &devices["accel0"].bdf;
+    let mut program = Command::new(sibling("p2pmemctl")?);
+    let output = finish(spawn(program.args(["doctor", "--pair", nic, accel]))?)?;
+    let said = text(&output);
+    let moved = format!("{nic} moved 1 MiB by RDMA WRITE and READ, and all bytes arrived");
+    ensure!(
+        output.status.success() && said.contains(&moved) && said.contains(&format!("1 MiB of {accel}, by vfio-pci")),
+        "{said}"
+    );
+    Ok(())
+}
+
 fn rdma(devices: &Devices) -> Result<()> {
     bind(devices, &["accel0", "accel1"])?;
+    measured_by_doctor(devices)?;
     let mut log = Log::new()?;
     let wire = Wire::new(devices)?;
     let device = Device::open()?;

@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "rdma-tool",
-        about: "p2pmemctl selftest has the NIC move bytes in both directions, and doctor knows its driver",
+        about: "p2pmemctl selftest and doctor --pair have the NIC move bytes in both directions, doctor knows its driver",
         topology: "nic",
         ruins: false,
         run: tool,
@@ -370,6 +370,17 @@ fn tool(bed: &mut Bed) -> Result<()> {
         said.contains(&format!("{nic} (mlx5_core) registers dma-bufs")),
         "{said}"
     );
+    let said = run(&["doctor", "--pair", &nic, &accel])?;
+    let measured = [
+        format!("{nic} and {accel}: SW "),
+        format!("1 MiB of {accel}, by the module"),
+        format!("{nic} registered the memory by dma-buf in "),
+        format!("{nic} moved 1 MiB by RDMA WRITE and READ, and all bytes arrived"),
+        "0 failures".to_owned(),
+    ];
+    for words in measured {
+        ensure!(said.contains(&words), "{words}: {said}");
+    }
     let said = run(&["topo", &nic])?;
     ensure!(said.contains(&nic) && said.contains("SW"), "{said}");
     let output = finish(spawn(

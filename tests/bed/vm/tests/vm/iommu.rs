@@ -235,7 +235,19 @@ fn wrong_bytes(vm: &mut Vm) -> Result<()> {
         &format!("{ctl} selftest --device $P2PMEM_DEV_ACCEL0 --size 256K --nic $P2PMEM_RDMA_NIC0"),
     )?;
     let said = String::from_utf8_lossy(&outcome.stdout).into_owned();
+    let pair = sh(vm, &format!("{ctl} doctor --pair $P2PMEM_RDMA_NIC0 $P2PMEM_DEV_ACCEL0"))?;
     clean(vm, &format!("{ctl} unpublish $P2PMEM_DEV_ACCEL0 && rmmod p2pmem"))?;
+    let reported = String::from_utf8_lossy(&pair.stdout).into_owned();
+    let found_by_pair = pair.findings.is_empty()
+        && matches!(pair.status, Status::Exited { code: 1 })
+        && reported.contains("addresses of the NIC are translated")
+        && reported.contains("ok     pair-registration")
+        && reported.contains("FAIL   pair-transfer")
+        && reported.contains("iommu=pt");
+    if !found_by_pair {
+        let text = format!("doctor --pair did not find wrong bytes: {}", describe(&pair, vm));
+        return Err(failure(&[&pair], text));
+    }
     let found = outcome.findings.is_empty()
         && matches!(outcome.status, Status::Exited { code } if code != 0)
         && said.contains("by dma-buf in ")

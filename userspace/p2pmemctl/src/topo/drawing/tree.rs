@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The PCI functions of a drawing as a tree: host bridges, the bridges below them, and the devices as leaves.
+//! The PCI functions of a drawing as a tree: host bridges, the bridges below them, and the devices.
 
 use std::collections::BTreeMap;
 use std::path::Path as FsPath;
