@@ -447,7 +447,7 @@ impl Foreign {
         let wire = Wire::new(devices)?;
         let dmabuf = DmaBuf::from_fd(fd)?;
         let unknown = refused("the path to an unknown device", dmabuf.path_to(wire.nic.client()))?;
-        ensure!(matches!(unknown, Error::Request(_)), "{unknown}");
+        ensure!(matches!(unknown, Error::DmaBuf { .. }), "{unknown}");
         let dmabuf = dmabuf.of_device(client(devices, name)?.addr());
         let path = dmabuf.path_to(wire.nic.client())?;
         ensure!(path.class == PathClass::HostBridge && path.hops == 4, "{path:?}");

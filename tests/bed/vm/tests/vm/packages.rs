@@ -77,6 +77,25 @@ fn life() -> Result<()> {
     ))?;
     machine.boots(&release)?;
 
+    // The newest series has no next one.
+    if next != release {
+        upgrade(&machine, &release, &next)?;
+    }
+    machine.give_metadata()?;
+
+    machine.works(&format!("{APT} purge {PACKAGES}"))?;
+    // What came with them: dependencies, and the next kernel.
+    let others: Vec<_> = machine.packages()?.difference(&packages).cloned().collect();
+    machine.works(&format!("{APT} purge {}", others.join(" ")))?;
+    let left: Vec<_> = machine.files()?.difference(&before).cloned().collect();
+    ensure!(left.is_empty(), "these files remain: {}", left.join(" "));
+    let now = machine.works(ETC)?;
+    ensure!(now == etc, "files in /etc have changed:\nbefore\n{etc}\nafter\n{now}");
+    Ok(())
+}
+
+/// Installs the next kernel, for which DKMS builds the module, and boots it.
+fn upgrade(machine: &Machine, release: &str, next: &str) -> Result<()> {
     // Without the sources of the next kernel, the message names their package. With them, DKMS builds the module.
     let series = next.split('.').take(2).collect::<Vec<_>>().join(".");
     let source = format!("linux-source-{series}");
@@ -90,22 +109,11 @@ fn life() -> Result<()> {
         "{source} is not named: {said}"
     );
     ensure!(!installed, "DKMS built the module without {source}: {said}");
-    machine.keep_metadata_of(&next)?;
+    machine.keep_metadata_of(next)?;
     machine.works(&format!("{APT} install {source}/trixie-backports"))?;
-    machine.is_built_for(&next)?;
-    machine.is_built_for(&release)?;
-    machine.boots(&next)?;
-    machine.give_metadata()?;
-
-    machine.works(&format!("{APT} purge {PACKAGES}"))?;
-    // What came with them: dependencies, and the next kernel.
-    let others: Vec<_> = machine.packages()?.difference(&packages).cloned().collect();
-    machine.works(&format!("{APT} purge {}", others.join(" ")))?;
-    let left: Vec<_> = machine.files()?.difference(&before).cloned().collect();
-    ensure!(left.is_empty(), "these files remain: {}", left.join(" "));
-    let now = machine.works(ETC)?;
-    ensure!(now == etc, "files in /etc have changed:\nbefore\n{etc}\nafter\n{now}");
-    Ok(())
+    machine.is_built_for(next)?;
+    machine.is_built_for(release)?;
+    machine.boots(next)
 }
 
 /// Prints a hash of each file in `/etc`, except those of [`DEBIANS`].
