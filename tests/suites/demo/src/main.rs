@@ -391,6 +391,8 @@ fn work(guest: &mut Guest, results: &mut Results, module: &Path, inspection: &mu
         &device(&devices, "accel1")?.bdf,
     ])?;
 
+    results.picture = Some(guest.text(&[ctl, "topo", "--svg", "-"])?);
+
     step(
         4,
         "A buffer near both drives: who is chosen, and why the others are not",

@@ -11,8 +11,9 @@ use crate::{LIMIT, Test, describe, failure, run};
 
 /// The topology of the tests with memory that a driver published.
 const DRIVES: &str = "backends";
-/// The topology of the tests with vfio-pci. No test of this topology on the stock kernel loads the module.
-const IOMMU: &str = "iommu-nic";
+/// The topology of the tests with vfio-pci. No test of this topology loads the module, and vfio-pci keeps
+/// the accelerators from test to test.
+const IOMMU: &str = "vfio";
 
 /// The tests.
 pub const TESTS: &[Test] = &[
