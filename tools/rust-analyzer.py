@@ -31,7 +31,7 @@ LOAD_LIMIT, ANSWER_LIMIT = 900, 300
 DEFINITIONS = [
     ("rust/mem/buffer.rs", "RBTree", "kernel/rbtree.rs"),
     ("rust/ext/abi.rs", "p2pmem_alloc", "bindings_generated.rs"),
-    ("userspace/p2pmemctl/src/list.rs", "human_size", "userspace/p2pmem/src/"),
+    ("userspace/p2pmemctl/src/alloc.rs", "human_size", "userspace/p2pmem/src/"),
     ("tests/models/fabric/src/bin/p2pmem-accel.rs", "Accel", "tests/models/accel/src/"),
 ]
 # False errors of rust-analyzer: it takes the fields in `Arc::pin_init(pin_init!(T { .. }), ..)` for fields of Arc, and
