@@ -23,7 +23,7 @@ pub(crate) fn resolve(sys: &Path, text: &str) -> Result<Vec<p2pmem_pci_addr>, St
 }
 
 fn resolve_one(sys: &Path, name: &str) -> Result<p2pmem_pci_addr, String> {
-    if let Some(addr) = parse(name) {
+    if let Some(addr) = p2pmem_pci_addr::parse(name) {
         return Ok(addr);
     }
     if name.is_empty() || name.starts_with('.') || name.contains('/') {
@@ -33,31 +33,10 @@ fn resolve_one(sys: &Path, name: &str) -> Result<p2pmem_pci_addr, String> {
     let Some(folder) = CLASSES.into_iter().find_map(class) else {
         return Err(format!("there is no device {name}"));
     };
-    let function = |folder: &Path| parse(folder.file_name()?.to_str()?);
+    let function = |folder: &Path| p2pmem_pci_addr::parse(folder.file_name()?.to_str()?);
     folder.ancestors().find_map(function).ok_or_else(|| {
         let folder = folder.display();
         format!("{name} ({folder}) is not on a PCI device: use its controller's name or PCI address")
-    })
-}
-
-/// Parses `dddd:bb:dd.f` or `bb:dd.f`, all hexadecimal. The domain has 4 to 8 digits.
-fn parse(text: &str) -> Option<p2pmem_pci_addr> {
-    fn hex(text: &str, digits: std::ops::RangeInclusive<usize>) -> Option<u32> {
-        let plain = digits.contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit());
-        plain.then(|| u32::from_str_radix(text, 16).ok())?
-    }
-    let (rest, function) = text.rsplit_once('.')?;
-    let (rest, device) = rest.rsplit_once(':')?;
-    let (domain, bus) = rest.rsplit_once(':').unwrap_or(("0000", rest));
-    let (device, function) = (hex(device, 2..=2)?, hex(function, 1..=1)?);
-    if device > 31 || function > 7 {
-        return None;
-    }
-    Some(p2pmem_pci_addr {
-        domain: hex(domain, 4..=8)?,
-        bus: u8::try_from(hex(bus, 2..=2)?).ok()?,
-        devfn: u8::try_from((device << 3) | function).ok()?,
-        reserved: 0,
     })
 }
 
@@ -84,7 +63,7 @@ mod tests {
         );
         assert_eq!(resolve(none, "10000:e1:00.0").unwrap()[0].domain, 0x10000);
         for bad in ["3:00.0", "03:00", "03:20.0", "03:00.8", "0000:03:00.0 ", "000:03:00.0"] {
-            assert!(parse(bad).is_none(), "{bad:?}");
+            assert!(p2pmem_pci_addr::parse(bad).is_none(), "{bad:?}");
             assert!(resolve(none, bad).is_err(), "{bad:?}");
         }
         assert!(resolve(none, "03:00.0,").unwrap_err().contains("\"\" is not the name"));

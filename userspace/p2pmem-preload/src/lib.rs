@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `libp2pmem_preload.so`: a preloaded library that lets unmodified RDMA programs register mapped p2pmem memory.
+//! `libp2pmem_preload.so`: a preloaded library that lets unmodified RDMA programs register mapped p2pmem memory, and that
+//! places the mappings of unmodified programs near devices.
 //!
 //! ```text
 //! LD_PRELOAD=libp2pmem_preload.so ib_write_bw --mmap=/dev/p2pmem
@@ -16,14 +17,14 @@
 //! variable, and fails if there is none. `p2pmemctl run` sets this variable, and `P2PMEM_REPORT` to learn what its command
 //! took.
 //!
-//! The library has no state but these variables: no list of regions, no open file, no lock. The dma-buf lives as long as
-//! the region. So any number of threads may map and register, and a child after `fork()` starts like any other process.
-//! After the start of the program, the library allocates memory only to find the reason of an error. The dynamic loader may
-//! allocate memory when the library asks which libibverbs a call belongs to.
+//! Besides these variables and the counters that `p2pmemctl run` reads, the library has no state: no list of regions, no open
+//! file, no lock. The dma-buf lives as long as the region. So any number of threads may map and register, and a child after
+//! `fork()` starts like any other process. After the start of the program, the library allocates memory only to find the
+//! reason of an error. The dynamic loader may allocate memory when the library asks which libibverbs a call belongs to.
 //!
 //! If registering p2pmem memory fails, the library writes the reason to standard error, in one line, and keeps the errno of
 //! the module or of the NIC's driver. With `P2PMEM_PRELOAD_LOG=1` in the environment it also reports successful
-//! registrations.
+//! registrations and mappings.
 //!
 //! It has no effect on programs that find libibverbs' functions by `dlsym()` on the library itself, or that are statically
 //! linked to libibverbs.
@@ -89,7 +90,7 @@ fn register_p2pmem(call: &Call, domain: Domain) -> Option<Result<Region, Errno>>
         Err(Errno(libc::ENOENT | libc::ENOTTY)) => return None,
         Err(errno) => {
             let mut reason = [0; line::MAX_LINE];
-            let reason = device.reason(&mut reason);
+            let reason = device.reason(errno, &mut reason);
             say!("{call} on {domain}: cannot be exported: {errno}{reason}");
             return Some(Err(errno));
         }
@@ -109,12 +110,10 @@ fn register_p2pmem(call: &Call, domain: Domain) -> Option<Result<Region, Errno>>
         }
         Err(errno) => {
             let mut reason = [0; line::MAX_LINE];
-            let reason = match errno {
-                // The module's message belongs to this import only if the error is the same.
-                errno if device.last_errno() == Some(errno) => device.reason(&mut reason),
-                Errno(libc::EOPNOTSUPP | line::ENOTSUPP) => ": the NIC's driver cannot register dma-bufs",
-                Errno(libc::ENOSYS) => ": libibverbs does not support dma-bufs: install rdma-core 34 or later",
-                _ => "",
+            let reason = match (device.reason(errno, &mut reason), errno) {
+                ("", Errno(libc::EOPNOTSUPP | line::ENOTSUPP)) => ": the NIC's driver cannot register dma-bufs",
+                ("", Errno(libc::ENOSYS)) => ": libibverbs does not support dma-bufs: install rdma-core 34 or later",
+                (reason, _) => reason,
             };
             say!("{call} on {domain}: dma-buf registration failed: {errno}{reason}");
             Some(Err(errno))

@@ -62,7 +62,7 @@ macro_rules! say {
 }
 pub(crate) use say;
 
-/// Returns whether successful registrations are reported, too.
+/// Returns whether successful registrations and mappings are reported, too.
 pub(crate) fn log_success() -> bool {
     sys::environment(c"P2PMEM_PRELOAD_LOG").is_some_and(|value| !value.is_empty() && value.to_bytes() != b"0")
 }

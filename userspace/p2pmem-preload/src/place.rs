@@ -107,9 +107,7 @@ impl Placed {
 /// to be placed: `P2PMEM_NEAR` is not set, or the file is not /dev/p2pmem.
 pub(crate) fn place(file: OpenFile, length: usize) -> Option<Result<Placed, Errno>> {
     let near = near()?;
-    if !file.is_p2pmem() {
-        return None;
-    }
+    let file = file.p2pmem()?;
     let request = Request {
         length,
         near: &near.text,
@@ -127,12 +125,8 @@ pub(crate) fn place(file: OpenFile, length: usize) -> Option<Result<Placed, Errn
         Ok(buffer) => Ok(Placed { buffer, request }),
         Err(errno) => {
             let mut reason = [0; line::MAX_LINE];
-            // Another thread may have replaced the message: it belongs to this call only if the error is the same.
-            let reason = match file.last_errno() {
-                Some(last) if last == errno => file.reason(&mut reason),
-                _ => "",
-            };
-            request.failed(errno, reason);
+            // Another thread may have replaced the message.
+            request.failed(errno, file.reason(errno, &mut reason));
             Err(errno)
         }
     })

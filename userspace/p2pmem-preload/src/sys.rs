@@ -122,16 +122,14 @@ impl Device {
         Some((Errno(i32::try_from(explain.error).ok()?), end))
     }
 
-    /// Returns the errno of the last refusal through this file.
-    pub(crate) fn last_errno(&self) -> Option<Errno> {
-        self.last(&mut [0; MAX_LINE]).map(|(errno, _)| errno)
-    }
-
-    /// Returns the message of the last refusal through this file, after a colon; empty if there is none.
-    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
+    /// Returns the message of the last refusal through this file, after a colon. Empty if the refusal had another errno than
+    /// `errno`, so that the message belongs to another call, or if there is none.
+    pub(crate) fn reason<'a>(&self, errno: Errno, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
         capacity[..2].copy_from_slice(b": ");
         match self.last(&mut capacity[2..]) {
-            Some((_, len)) if len > 0 => std::str::from_utf8(&capacity[..2 + len]).unwrap_or_default(),
+            Some((last, len)) if last == errno && len > 0 => {
+                std::str::from_utf8(&capacity[..2 + len]).unwrap_or_default()
+            }
             _ => "",
         }
     }

@@ -18,6 +18,7 @@
 //! ```
 #![no_std]
 
+mod addr;
 // Names and comments are those of the C header.
 #[allow(
     missing_docs,

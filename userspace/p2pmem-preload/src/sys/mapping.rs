@@ -20,6 +20,10 @@ use crate::{place, summary};
 /// A descriptor of the program, which the shim does not close.
 pub(crate) struct OpenFile(ManuallyDrop<Device>);
 
+/// A descriptor of the program that was open on p2pmem's device when [`OpenFile::p2pmem`] examined it. If the program has
+/// replaced the file since, the ioctls here reach another driver, which rejects them by their type.
+pub(crate) struct P2pmemFile(ManuallyDrop<Device>);
+
 /// Returns the device number of a character device; `None` for other files.
 fn device_number(stat: impl FnOnce(*mut libc::stat) -> c_int) -> Option<libc::dev_t> {
     let mut found = std::mem::MaybeUninit::<libc::stat>::uninit();
@@ -36,8 +40,12 @@ impl OpenFile {
         Self(ManuallyDrop::new(Device(Fd(fd))))
     }
 
-    /// Returns whether the file is open on p2pmem's device, at any path.
-    pub(crate) fn is_p2pmem(&self) -> bool {
+    /// Returns the file if it is open on p2pmem's device, at any path.
+    pub(crate) fn p2pmem(self) -> Option<P2pmemFile> {
+        self.is_p2pmem().then_some(P2pmemFile(self.0))
+    }
+
+    fn is_p2pmem(&self) -> bool {
         /// The major number of misc devices (`include/uapi/linux/major.h`).
         const MISC_MAJOR: u32 = 10;
         // SAFETY: fstat() writes one structure, and fails for a descriptor that is not open.
@@ -57,7 +65,9 @@ impl OpenFile {
         // SAFETY: as above; the path is NUL-terminated.
         device_number(|stat| unsafe { libc::stat(c"/dev/p2pmem".as_ptr(), stat) }) == Some(number)
     }
+}
 
+impl P2pmemFile {
     /// Allocates a buffer near `clients`.
     pub(crate) fn allocate(&self, size: u64, clients: &[abi::p2pmem_pci_addr]) -> Result<Allocated, Errno> {
         let mut alloc = abi::p2pmem_alloc {
@@ -71,28 +81,24 @@ impl OpenFile {
             },
             ..Default::default()
         };
-        // SAFETY: the only address is that of the clients, which the module reads.
+        // SAFETY: the file is p2pmem's (see the type), whose module only reads the clients at the one address in the
+        // structure. `clients` is borrowed until the call returns.
         unsafe { self.0.ioctl(abi::P2PMEM_IOC_ALLOC, &mut alloc) }?;
         Ok(Allocated {
-            file: Self::new(self.0 .0 .0),
+            file: Self(ManuallyDrop::new(Device(Fd(self.0 .0 .0)))),
             alloc,
         })
     }
 
-    /// Returns the errno of the last refusal through this file.
-    pub(crate) fn last_errno(&self) -> Option<Errno> {
-        self.0.last_errno()
-    }
-
-    /// Returns the message of the last refusal through this file, after a colon; empty if there is none.
-    pub(crate) fn reason<'a>(&self, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
-        self.0.reason(capacity)
+    /// As [`Device::reason`].
+    pub(crate) fn reason<'a>(&self, errno: Errno, capacity: &'a mut [u8; MAX_LINE]) -> &'a str {
+        self.0.reason(errno, capacity)
     }
 }
 
 /// A buffer that a handle of the program's file holds. Dropping it closes the handle.
 pub(crate) struct Allocated {
-    file: OpenFile,
+    file: P2pmemFile,
     alloc: abi::p2pmem_alloc,
 }
 
@@ -153,8 +159,9 @@ pub(crate) fn shared_words(path: &Path) -> Result<&'static [AtomicU64; WORDS], E
     if found == libc::MAP_FAILED {
         return Err(Errno::last());
     }
-    // SAFETY: the mapping has this size and the alignment of a page, and is never unmapped. All programs access the words
-    // by atomic operations only.
+    // SAFETY: the mapping has the alignment of a page and is never unmapped. `p2pmemctl run` has sealed the file's size; if
+    // another file is truncated, an access raises SIGBUS and reads nothing. All programs access the words by atomic
+    // operations only.
     Ok(unsafe { &*found.cast() })
 }
 
