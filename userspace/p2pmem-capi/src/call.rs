@@ -4,7 +4,8 @@
 
 use std::cell::RefCell;
 use std::ffi::{c_char, c_int, c_uint, CString};
-use std::os::fd::BorrowedFd;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use p2pmem::abi::P2PMEM_MAX_PARTS;
@@ -37,14 +38,17 @@ impl Failure {
             remedy: None,
         }
     }
-}
 
-impl Failure {
-    /// A number that is not a descriptor: EBADF.
-    pub(crate) fn bad_descriptor(fd: c_int) -> Self {
+    /// A descriptor that cannot be duplicated: EBADF for a number that is not a descriptor.
+    pub(crate) fn descriptor(fd: c_int, error: &io::Error) -> Self {
+        let errno = error.raw_os_error().unwrap_or(libc::EIO);
+        let text = match errno {
+            libc::EBADF => format!("{fd} is not a descriptor"),
+            _ => format!("cannot duplicate the descriptor: {error}"),
+        };
         Self {
-            errno: libc::EBADF,
-            text: format!("{fd} is not a descriptor"),
+            errno,
+            text,
             remedy: None,
         }
     }
@@ -231,18 +235,12 @@ pub(crate) fn capabilities(backend: Backend) -> c_int {
 }
 
 /// Returns a dma-buf of any driver. `device` is the PCI address of the function that has the memory, if it is known.
-pub(crate) fn dmabuf(fd: BorrowedFd<'_>, device: Option<&str>) -> Result<DmaBuf, Failure> {
-    let device = match device.map(str::parse::<PciAddr>) {
-        Some(Err(error)) => return Err(Failure::argument(error.to_string())),
-        Some(Ok(device)) => Some(device),
-        None => None,
-    };
-    let own = fd.try_clone_to_owned().map_err(|error| Failure {
-        errno: error.raw_os_error().unwrap_or(libc::EIO),
-        text: format!("cannot duplicate the descriptor: {error}"),
-        remedy: None,
-    })?;
-    let dmabuf = DmaBuf::from_fd(own)?;
+pub(crate) fn dmabuf(fd: OwnedFd, device: Option<&str>) -> Result<DmaBuf, Failure> {
+    let device = device
+        .map(str::parse::<PciAddr>)
+        .transpose()
+        .map_err(|error| Failure::argument(error.to_string()))?;
+    let dmabuf = DmaBuf::from_fd(fd)?;
     Ok(match device {
         Some(device) => dmabuf.of_device(device),
         None => dmabuf,
@@ -412,17 +410,18 @@ mod tests {
             .unwrap()
             .share()
             .unwrap();
-        let own = dmabuf(shared.as_fd(), Some("0000:03:00.0")).unwrap();
+        let copy = || shared.as_fd().try_clone_to_owned().unwrap();
+        let own = dmabuf(copy(), Some("0000:03:00.0")).unwrap();
         assert_eq!(
             (own.size(), own.device().unwrap().to_string()),
             (8192, "0000:03:00.0".into())
         );
         assert_eq!(path_class(&own, "ffff:ff:1f.7").unwrap_err().errno, libc::ENODEV);
-        let unknown = dmabuf(shared.as_fd(), None).unwrap();
+        let unknown = dmabuf(copy(), None).unwrap();
         assert_eq!(path_class(&unknown, "0000:03:00.0").unwrap_err().errno, libc::EINVAL);
-        assert_eq!(dmabuf(shared.as_fd(), Some("mlx5_0")).unwrap_err().errno, libc::EINVAL);
+        assert_eq!(dmabuf(copy(), Some("mlx5_0")).unwrap_err().errno, libc::EINVAL);
         let null = std::fs::File::open("/dev/null").unwrap();
-        assert_eq!(dmabuf(null.as_fd(), None).unwrap_err().errno, libc::EINVAL);
+        assert_eq!(dmabuf(null.into(), None).unwrap_err().errno, libc::EINVAL);
     }
 
     #[test]

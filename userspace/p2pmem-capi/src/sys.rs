@@ -5,7 +5,8 @@
 #![allow(unsafe_code, non_camel_case_types)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void, CStr};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::NonNull;
 
 use p2pmem::{
@@ -178,6 +179,17 @@ unsafe fn output<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut
 unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
     // SAFETY: the caller guarantees that the handle is valid and unused; Box::into_raw() created the handle.
     (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
+}
+
+/// Duplicates a descriptor of the program. Fails with EBADF for a number that is not a descriptor.
+fn duplicate(fd: c_int) -> Result<OwnedFd, Failure> {
+    // SAFETY: the call accepts every number, and accesses no memory of the program.
+    let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
+    if new < 0 {
+        return Err(Failure::descriptor(fd, &io::Error::last_os_error()));
+    }
+    // SAFETY: the call succeeded, so the descriptor is open and new, and no other code knows its number.
+    Ok(unsafe { OwnedFd::from_raw_fd(new) })
 }
 
 /// Converts a request to its Rust form.
@@ -471,13 +483,8 @@ pub unsafe extern "C" fn p2pmem_import(dev: *const p2pmem_dev, fd: c_int, out: *
     run("p2pmem_import", || {
         // SAFETY: this function's contract.
         let (dev, out) = unsafe { (input(dev, "dev")?, output(out, "out")?) };
-        if fd < 0 {
-            return Err(Failure::bad_descriptor(fd));
-        }
-        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
-        // refuses a number that is not a descriptor.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-        *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.import(fd)?)));
+        let fd = duplicate(fd)?;
+        *out = Box::into_raw(Box::new(p2pmem_buf(dev.0.import(fd.as_fd())?)));
         Ok(0)
     })
 }
@@ -691,12 +698,7 @@ pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, ou
     run("p2pmem_dmabuf_open", || {
         // SAFETY: this function's contract.
         let out = unsafe { output(out, "out") }?;
-        if fd < 0 {
-            return Err(Failure::bad_descriptor(fd));
-        }
-        // SAFETY: the descriptor is not negative, and stays open during the call (this function's contract); the kernel
-        // refuses a number that is not a descriptor.
-        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let fd = duplicate(fd)?;
         let device = if device.is_null() {
             None
         } else {
