@@ -305,9 +305,8 @@ pub fn render(
 mod tests {
     use std::collections::BTreeSet;
     use std::fs;
-    use std::path::Path;
 
-    use p2pmem::fake::Fake;
+    use p2pmem::fake::{write_rule, Fake};
     use p2pmem::Request;
 
     use super::*;
@@ -378,33 +377,15 @@ mod tests {
         assert!(error.is_some() && text.ends_with("# EOF\n") && !text.contains("p2pmem_providers"));
     }
 
-    /// Writes a rule to a configfs at `root`.
-    fn write_rule(root: &Path, name: &str, attributes: &[(&str, &str)]) {
-        let folder = root.join("p2pmem/rules").join(name);
-        fs::create_dir_all(&folder).unwrap();
-        for attribute in ["provider", "client", "uid", "gid", "action", "max_class"] {
-            fs::write(folder.join(attribute), "any\n").unwrap();
-        }
-        for attribute in ["quota", "group_quota", "reserve", "reserve_for"] {
-            fs::write(folder.join(attribute), "none\n").unwrap();
-        }
-        for (attribute, value) in [("enable", "1"), ("status", "in force"), ("usage", "")]
-            .iter()
-            .chain(attributes)
-        {
-            fs::write(folder.join(attribute), format!("{value}\n")).unwrap();
-        }
-    }
-
     #[test]
     fn quotas_and_what_counts_under_them_are_reported() {
         let dir = tempfile::tempdir().unwrap();
         let usage = "uid 1000 4096\nuid 1001 8192\ngroup 12288";
         let shared = [("quota", "16384"), ("group_quota", "65536"), ("usage", usage)];
-        write_rule(dir.path(), "10-shared", &shared);
-        write_rule(dir.path(), "20-unused", &[("quota", "0")]);
-        write_rule(dir.path(), "30-off", &[("quota", "1"), ("enable", "0")]);
-        write_rule(dir.path(), "40-deny", &[("action", "deny")]);
+        write_rule(dir.path(), "10-shared", &shared).unwrap();
+        write_rule(dir.path(), "20-unused", &[("quota", "0")]).unwrap();
+        write_rule(dir.path(), "30-off", &[("quota", "1"), ("enable", "0")]).unwrap();
+        write_rule(dir.path(), "40-deny", &[("action", "deny")]).unwrap();
         let fake = Fake::example();
         let (text, _) = render(|| Ok(fake.device()), &Rules::with_root(dir.path())).unwrap();
         assert_eq!(value(&text, "p2pmem_rules"), Some(3));
@@ -430,7 +411,7 @@ mod tests {
     #[test]
     fn the_alert_rules_use_metrics_that_exist() {
         let dir = tempfile::tempdir().unwrap();
-        write_rule(dir.path(), "10-lab", &[("quota", "1"), ("group_quota", "1")]);
+        write_rule(dir.path(), "10-lab", &[("quota", "1"), ("group_quota", "1")]).unwrap();
         let fake = Fake::example();
         let (text, _) = render(|| Ok(fake.device()), &Rules::with_root(dir.path())).unwrap();
         let alerts = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/alerts.yml")).unwrap();

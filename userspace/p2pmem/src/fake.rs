@@ -38,11 +38,13 @@ use crate::device::Device;
 use crate::sys::memory_file;
 use crate::types::PathClass;
 
+mod files;
 mod kernel;
 mod machine;
 mod nic;
 mod state;
 
+pub use files::{write_pci_function, write_rule};
 use kernel::FakeDevice;
 use machine::{event, lock, name, sum, Decision, Machine, OpenFile, Provider, SPACING};
 pub use nic::FakeNic;

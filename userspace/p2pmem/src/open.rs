@@ -89,7 +89,8 @@ impl DeviceOptions {
         if let Some(backend) = self.backend {
             return self.open_backend(backend);
         }
-        let module = match self.open_backend(Backend::Module) {
+        let [module, others @ ..] = Backend::OF_DEVICES;
+        let module = match self.open_backend(module) {
             // If the module is loaded, its rules apply. Another backend would bypass the rules.
             Err(error @ Error::Open { .. })
                 if matches!(error.errno(), Some(libc::ENOENT | libc::ENXIO | libc::ENODEV)) =>
@@ -98,16 +99,16 @@ impl DeviceOptions {
             }
             result => return result,
         };
-        let mut others = Vec::new();
-        for backend in [Backend::Sysfs, Backend::Vfio] {
+        let mut errors = Vec::new();
+        for backend in others {
             match self.open_backend(backend) {
                 Ok(device) => return Ok(device),
-                Err(error) => others.push(error),
+                Err(error) => errors.push(error),
             }
         }
         Err(Error::NoBackend {
             module: Box::new(module),
-            others,
+            others: errors,
         })
     }
 

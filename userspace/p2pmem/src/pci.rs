@@ -303,6 +303,7 @@ fn names_of(folder: &Path) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fake::write_pci_function;
     use proptest::prelude::*;
     use std::fs;
     use std::os::unix::fs::symlink;
@@ -312,16 +313,13 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let sys = dir.path();
         let device = |path: &str, class: &str| {
-            let folder = sys.join("devices/pci0000:00").join(path);
-            fs::create_dir_all(&folder).unwrap();
-            fs::write(folder.join("vendor"), "0x15b3\n").unwrap();
-            fs::write(folder.join("device"), "0x1017\n").unwrap();
-            fs::write(folder.join("class"), format!("{class}\n")).unwrap();
-            fs::write(folder.join("numa_node"), "-1\n").unwrap();
-            let bus = sys.join("bus/pci/devices");
-            fs::create_dir_all(&bus).unwrap();
-            symlink(&folder, bus.join(folder.file_name().unwrap())).unwrap();
-            folder
+            let files = [
+                ("vendor", "0x15b3"),
+                ("device", "0x1017"),
+                ("class", class),
+                ("numa_node", "-1"),
+            ];
+            write_pci_function(sys, &format!("pci0000:00/{path}"), &files).unwrap()
         };
         let class = |class: &str, target: &Path| {
             let folder = sys.join("class").join(class);

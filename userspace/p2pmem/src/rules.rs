@@ -167,7 +167,7 @@ impl Rule {
     }
 
     /// Returns the attributes and their values in configfs.
-    fn attributes(&self) -> [(&'static str, String); 10] {
+    pub(crate) fn attributes(&self) -> [(&'static str, String); 10] {
         fn or(value: Option<impl ToString>, none: &str) -> String {
             value.map_or_else(|| none.to_owned(), |v| v.to_string())
         }

@@ -16,7 +16,6 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path as FsPath;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
 
 use p2pmem_sys as abi;
 use rustix::event::{eventfd, EventfdFlags};
@@ -25,8 +24,8 @@ use crate::addr::PciAddr;
 use crate::backend::{Backend, Capability};
 use crate::error::{Error, Result};
 use crate::inventory::kernel_name;
-use crate::sys::{page_size, wait_readable, Exported, Kernel, Region};
-use crate::topology::{classify, numa_distance, Walk, Walks};
+use crate::sys::{page_size, Exported, Kernel, Region};
+use crate::topology::{Walk, Walks};
 use crate::types::{Path, KIND_VFIO};
 use decision::{decide, Candidate, Decision};
 use source::{Found, Piece, Place, Refusal, Source};
@@ -210,9 +209,7 @@ impl Standalone {
     fn paths(&self, state: &mut State, addr: PciAddr, clients: &[Arc<Walk>]) -> Option<Vec<Path>> {
         let sys = self.source.root().join("sys");
         let memory = state.walks.get(&sys, addr)?;
-        let path =
-            |client: &Arc<Walk>| classify(&memory, client, numa_distance(&sys, memory.numa_node, client.numa_node));
-        Some(clients.iter().map(path).collect())
+        Some(clients.iter().map(|client| memory.path_to(&sys, client)).collect())
     }
 
     fn candidates(&self, state: &mut State, clients: &[abi::p2pmem_pci_addr]) -> io::Result<Vec<(Candidate, Place)>> {
@@ -563,10 +560,6 @@ impl Kernel for Standalone {
 
     fn read_events(&self, _out: &mut [abi::p2pmem_event]) -> io::Result<usize> {
         Err(self.unsupported(Capability::Revoke))
-    }
-
-    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -81,7 +81,9 @@ pub(crate) trait Kernel: Send + Sync {
     /// Reads events without waiting. Fails with `EAGAIN` if there is none.
     fn read_events(&self, out: &mut [abi::p2pmem_event]) -> io::Result<usize>;
     /// Waits until there are events to read. Returns false after `timeout`; `None` waits without a limit.
-    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool>;
+    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
+        wait_readable(self.event_fd(), timeout)
+    }
     fn fd(&self) -> BorrowedFd<'_>;
     /// Returns the descriptor that is readable while there are events.
     fn event_fd(&self) -> BorrowedFd<'_>;
@@ -407,10 +409,6 @@ impl Kernel for CharDevice {
         let capacity = CAPACITY.min(size_of_val(out));
         let n = rustix::io::read(&self.0, &mut bytes[..capacity])?;
         split_events(&bytes[..n], out)
-    }
-
-    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -114,7 +114,9 @@ impl Walk {
                 link: link(folder),
             }
         });
-        let numa_node = read_attribute(&real.join("numa_node")).and_then(|node| node.parse().ok());
+        let node = |file: &FsPath| read_attribute(file).and_then(|node| node.parse().ok());
+        // On a machine with one node, the kernel does not assign functions to the node. `online` is then one number.
+        let numa_node = node(&real.join("numa_node")).or_else(|| node(&sys.join("devices/system/node/online")));
         Some(Self {
             ports: ports.collect(),
             folder: real.clone(),
@@ -123,9 +125,24 @@ impl Walk {
         })
     }
 
+    /// As [`Walk::read`], with an error that names the device `name` if the function does not exist.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Client`] if the function does not exist.
+    pub fn of_device(sys: &FsPath, addr: PciAddr, name: &str) -> Result<Self> {
+        Self::read(sys, addr).ok_or_else(|| no_function(addr, name))
+    }
+
     /// Returns the bridges above the function, the nearest first.
     pub fn bridges(&self) -> &[Port] {
         self.ports.get(1..).unwrap_or_default()
+    }
+
+    /// Returns the path between memory of this function and a client, with sysfs at `sys`. The field `provider` of the
+    /// result is 0.
+    pub fn path_to(&self, sys: &FsPath, client: &Walk) -> Path {
+        classify(self, client, numa_distance(sys, self.numa_node, client.numa_node))
     }
 }
 
@@ -234,27 +251,39 @@ fn acs_control(config: &[u8]) -> Option<u16> {
     None
 }
 
-/// Returns the bandwidth of a function's link in MB/s without line encoding; 0 if the function does not report a link.
+/// Returns the bandwidth of a function's link in MB/s (10^6 bytes), rounded down, without line encoding; 0 if the function
+/// does not report a link.
 fn link(folder: &FsPath) -> u32 {
+    // The Link Status of a virtual function is reserved.
+    let physical = folder.join("physfn");
+    let folder = if physical.exists() { &physical } else { folder };
     let speed = read_attribute(&folder.join("current_link_speed")).unwrap_or_default();
     let width = read_attribute(&folder.join("current_link_width")).and_then(|width| width.parse().ok());
     let giga_transfers = speed.split(' ').next().unwrap_or_default();
-    // Megabits per second of a lane.
-    let lane: u64 = match giga_transfers {
-        "2.5" => 2_500 * 8 / 10,
-        "5.0" => 5_000 * 8 / 10,
-        "8.0" => 8_000 * 128 / 130,
-        "16.0" => 16_000 * 128 / 130,
-        "32.0" => 32_000 * 128 / 130,
-        "64.0" => 64_000 * 242 / 256,
-        _ => 0,
+    // Megabits per second of a lane, multiplied by the dividend of the encoding's efficiency, and its divisor.
+    let (lane, divisor): (u64, u64) = match giga_transfers {
+        "2.5" => (2_500 * 8, 10),
+        "5.0" => (5_000 * 8, 10),
+        "8.0" => (8_000 * 128, 130),
+        "16.0" => (16_000 * 128, 130),
+        "32.0" => (32_000 * 128, 130),
+        "64.0" => (64_000 * 242, 256),
+        _ => return 0,
     };
-    let bytes = lane * width.unwrap_or(0) / 8;
+    let bytes = lane * width.unwrap_or(0) / (divisor * 8);
     u32::try_from(bytes).unwrap_or(u32::MAX)
 }
 
+/// Returns the error for a device without a PCI function.
+pub(crate) fn no_function(addr: PciAddr, name: &str) -> Error {
+    Error::Client {
+        name: name.to_owned(),
+        why: format!("there is no PCI function {addr}"),
+    }
+}
+
 /// Returns the kernel's distance between two NUMA nodes (10 = local).
-pub(crate) fn numa_distance(sys: &FsPath, from: Option<u32>, to: Option<u32>) -> Option<u32> {
+fn numa_distance(sys: &FsPath, from: Option<u32>, to: Option<u32>) -> Option<u32> {
     let (from, to) = (from?, to?);
     let nodes = sys.join("devices/system/node");
     // A row has one column for each node that is online.
@@ -279,7 +308,7 @@ fn index_in(list: &str, number: u32) -> Option<usize> {
 }
 
 /// Returns the path between two functions. The fields `provider` and `client` of the result are 0.
-pub(crate) fn classify(provider: &Walk, client: &Walk, numa_distance: Option<u32>) -> Path {
+fn classify(provider: &Walk, client: &Walk, numa_distance: Option<u32>) -> Path {
     let (a, b) = (&provider.ports, &client.ports);
     let meet = a.iter().enumerate().find_map(|(up_a, port)| {
         let up_b = b.iter().position(|other| other.addr == port.addr)?;
@@ -375,16 +404,9 @@ pub fn path_between(memory: PciAddr, client: &Client) -> Result<Path> {
 ///
 /// Those of [`path_between`].
 pub fn path_between_in(sys: &FsPath, memory: PciAddr, client: &Client) -> Result<Path> {
-    let walk = |addr: PciAddr, name: &str| {
-        Walk::read(sys, addr).ok_or_else(|| Error::Client {
-            name: name.to_owned(),
-            why: format!("there is no PCI function {addr}"),
-        })
-    };
-    let provider = walk(memory, &memory.to_string())?;
-    let client = walk(client.addr(), client.name())?;
-    let distance = numa_distance(sys, provider.numa_node, client.numa_node);
-    Ok(classify(&provider, &client, distance))
+    let provider = Walk::of_device(sys, memory, &memory.to_string())?;
+    let client = Walk::of_device(sys, client.addr(), client.name())?;
+    Ok(provider.path_to(sys, &client))
 }
 
 #[cfg(test)]

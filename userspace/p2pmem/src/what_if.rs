@@ -17,7 +17,7 @@ use crate::inventory::{Availability, Inventory, MemoryDevice, Source};
 use crate::pci::Client;
 use crate::request::{Request, Strategy};
 use crate::standalone::decision::{decide, Candidate};
-use crate::topology::{classify, numa_distance, Walk, Walks};
+use crate::topology::{no_function, Walk, Walks};
 use crate::types::{human_size, Path, Provider};
 
 /// A device that could lend memory, and the verdict on it.
@@ -105,22 +105,11 @@ impl WhatIf {
                 // The device was removed during the call.
                 continue;
             };
-            let path = |client: &Walk| {
-                let distance = numa_distance(&sys, walk.numa_node, client.numa_node);
-                classify(&walk, client, distance)
-            };
-            let paths = clients.iter().map(|client| path(client)).collect();
+            let paths = clients.iter().map(|client| walk.path_to(&sys, client)).collect();
             candidates.extend(Rated::of_memory_device(memory_device, paths));
         }
         candidates.sort_by_key(|device| device.candidate.addr);
         Ok(outcome(device.is_some(), candidates, &raw, request.clients()))
-    }
-
-    /// Returns the device that would be chosen.
-    pub fn chosen_candidate(&self) -> Option<&CandidateDevice> {
-        self.candidates
-            .iter()
-            .find(|device| device.verdict.code == VerdictCode::Chosen)
     }
 }
 
@@ -152,10 +141,9 @@ fn known_providers(device: &Device, request: &Request) -> Result<Vec<KnownProvid
 
 fn walks_of(walks: &mut Walks, sys: &FsPath, clients: &[Client]) -> Result<Vec<std::sync::Arc<Walk>>> {
     let walk = |client: &Client| {
-        walks.get(sys, client.addr()).ok_or_else(|| Error::Client {
-            name: client.name().to_owned(),
-            why: format!("there is no PCI function {}", client.addr()),
-        })
+        walks
+            .get(sys, client.addr())
+            .ok_or_else(|| no_function(client.addr(), client.name()))
     };
     clients.iter().map(walk).collect()
 }
@@ -212,15 +200,8 @@ impl Rated {
     /// Returns the device, or none if it has no source.
     fn of_memory_device(memory_device: &MemoryDevice, paths: Vec<Path>) -> Option<Self> {
         let source = memory_device.best()?.clone();
-        let largest_bar = || memory_device.bars.iter().max_by_key(|bar| bar.size);
-        let (size, free) = match memory_device.pool {
-            Some(pool) => (pool.size, pool.available),
-            None => {
-                let bar = memory_device.memory_bar().or_else(largest_bar);
-                let size = bar.map_or(0, |bar| bar.size);
-                (size, size)
-            }
-        };
+        let size = memory_device.size().unwrap_or(0);
+        let free = memory_device.pool.map_or(size, |pool| pool.available);
         Some(Self {
             candidate: Candidate {
                 id: 0,

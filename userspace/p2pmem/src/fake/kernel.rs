@@ -7,12 +7,11 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
 
 use p2pmem_sys as abi;
 
 use crate::backend::Backend;
-use crate::sys::{memory_file, wait_readable, Exported, Kernel, Region, FAKE_DMABUF};
+use crate::sys::{memory_file, Exported, Kernel, Region, FAKE_DMABUF};
 use crate::types::PathClass;
 
 use super::machine::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
@@ -362,10 +361,6 @@ impl Kernel for FakeDevice {
             rustix::io::read(&self.wakeup, &mut [0; 8])?;
         }
         Ok(n)
-    }
-
-    fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
-        wait_readable(self.event_fd(), timeout)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 use super::*;
+use crate::fake::write_pci_function;
 use std::fs;
 use std::os::unix::fs::symlink;
 
@@ -42,14 +43,11 @@ impl Machine {
             ("class", class),
             ("resource", resource),
         ];
-        for (file, text) in files {
-            self.put(&format!("{folder}/{file}"), text);
-        }
         let root = self.0.path();
+        write_pci_function(&root.join("sys"), &format!("pci0000:00/{addr}"), &files).unwrap();
         if !driver.is_empty() {
             symlink(Path::new("/drivers").join(driver), root.join(&folder).join("driver")).unwrap();
         }
-        symlink(root.join(&folder), root.join("sys/bus/pci/devices").join(addr)).unwrap();
         folder
     }
 

@@ -64,6 +64,18 @@ impl MemoryDevice {
         candidates.max_by_key(|bar| (bar.size, std::cmp::Reverse(bar.index)))
     }
 
+    /// The BAR that has the memory: [`MemoryDevice::memory_bar`], or else the largest BAR.
+    pub fn main_bar(&self) -> Option<&Bar> {
+        let largest = || self.bars.iter().max_by_key(|bar| bar.size);
+        self.memory_bar().or_else(largest)
+    }
+
+    /// Size of the published memory, or else of [`MemoryDevice::main_bar`].
+    pub fn size(&self) -> Option<u64> {
+        let published = self.pool.map(|pool| pool.size);
+        published.or_else(|| self.main_bar().map(|bar| bar.size))
+    }
+
     /// The source to use first: the best availability, then the order of [`Backend`].
     pub fn best(&self) -> Option<&Source> {
         self.sources.iter().min_by_key(|source| source.availability)

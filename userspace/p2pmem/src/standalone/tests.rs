@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::device::Device;
-use crate::fake::FakeNic;
+use crate::fake::{write_pci_function, FakeNic};
 use crate::sys::memory_file;
 use crate::{
     open_direct, Access, BufferState, Client, ErrorKind, ExportOptions, FileRule, PathClass, ProviderKind, Request,
@@ -11,6 +11,7 @@ use crate::{
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// Flags of a 64-bit prefetchable memory BAR in `resource`.
 const MEMORY: u64 = 0x200 | 0x2000 | 0x10_0000;
@@ -39,7 +40,6 @@ impl Machine {
     /// Adds a function below a parent, such as `pci0000:00/0000:00:01.0`, with a BAR 2 of `size` bytes. Returns the
     /// function's folder.
     pub(crate) fn function(&self, parent: &str, addr: &str, class: &str, driver: &str, size: u64) -> PathBuf {
-        let folder = format!("sys/devices/{parent}/{addr}");
         let none = "0x0 0x0 0x0\n";
         let resource = if size == 0 {
             none.to_owned()
@@ -56,12 +56,8 @@ impl Machine {
             ("class", class),
             ("resource", &resource),
         ];
-        for (file, text) in files {
-            self.put(&format!("{folder}/{file}"), text);
-        }
-        let folder = self.root().join(folder);
+        let folder = write_pci_function(&self.root().join("sys"), &format!("{parent}/{addr}"), &files).unwrap();
         self.bind(&folder, driver);
-        symlink(&folder, self.root().join("sys/bus/pci/devices").join(addr)).unwrap();
         folder
     }
 

@@ -22,6 +22,7 @@ use crate::inventory::{memory_device_at, vfio_state, Bar, Inventory, MemoryDevic
 use crate::pci::{addresses_in, driver_of, folder_of};
 use crate::sys::vfio::{Failure, Function, Iommu, Nodes};
 use crate::sys::{may_use, Exported, Region};
+use crate::topology::no_function;
 
 /// The calls on an open function.
 pub(super) trait OpenFunction: Send + Sync {
@@ -170,10 +171,7 @@ impl VfioSource {
 
     /// Fails unless a BAR that the program selected can be used.
     fn check(&self, addr: PciAddr, bar: u8) -> Result<()> {
-        let memory_device = memory_device_at(&self.root, addr).ok_or_else(|| Error::Client {
-            name: addr.to_string(),
-            why: format!("there is no PCI function {addr}"),
-        })?;
+        let memory_device = memory_device_at(&self.root, addr).ok_or_else(|| no_function(addr, &addr.to_string()))?;
         if let Some(why) = self.obstacle(&memory_device) {
             return Err(why);
         }
@@ -446,10 +444,15 @@ impl Held {
         Some((free, largest, slots.pinned()))
     }
 
+    /// Closes the library's own descriptors of dma-bufs that are not in use any more.
+    fn forget_unused(&self, dmabufs: &mut Vec<OwnedFd>) {
+        dmabufs.retain(|dmabuf| self.function.is_in_use(dmabuf));
+    }
+
     /// Makes the freed ranges available whose dma-bufs are not in use any more.
     fn sweep(&self, slots: &mut Slots<Vec<OwnedFd>>) {
         slots.sweep(|dmabufs| {
-            dmabufs.retain(|dmabuf| self.function.is_in_use(dmabuf));
+            self.forget_unused(dmabufs);
             !dmabufs.is_empty()
         });
     }
@@ -502,7 +505,7 @@ impl Piece for Extent {
         let mut bars = lock(&self.held.bars);
         let dmabufs = bars.get_mut(&self.bar).and_then(|slots| slots.value(self.start));
         let in_use = dmabufs.map_or(0, |dmabufs| {
-            dmabufs.retain(|dmabuf| self.held.function.is_in_use(dmabuf));
+            self.held.forget_unused(dmabufs);
             dmabufs.len()
         });
         u32::try_from(in_use).unwrap_or(u32::MAX)
@@ -533,7 +536,7 @@ impl Piece for Extent {
             .get_mut(&self.bar)
             .and_then(|slots| slots.value(self.start))
         {
-            dmabufs.retain(|dmabuf| self.held.function.is_in_use(dmabuf));
+            self.held.forget_unused(dmabufs);
             dmabufs.push(own);
         }
         Ok(Exported {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 use super::*;
+use crate::fake::write_pci_function;
 use proptest::prelude::*;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -79,13 +80,8 @@ impl Tree {
     }
 
     fn add(&self, parent: &str, addr: &str, class: &str, port_type: u8) {
-        let folder = self.sys().join("devices").join(parent).join(addr);
-        fs::create_dir_all(&folder).unwrap();
-        let bus = self.sys().join("bus/pci/devices");
-        fs::create_dir_all(&bus).unwrap();
-        symlink(&folder, bus.join(addr)).unwrap();
-        fs::write(folder.join("class"), format!("{class}\n")).unwrap();
-        fs::write(folder.join("numa_node"), "-1\n").unwrap();
+        let files = [("class", class), ("numa_node", "-1")];
+        let folder = write_pci_function(self.sys(), &format!("{parent}/{addr}"), &files).unwrap();
         fs::write(folder.join("config"), config(port_type, None)).unwrap();
     }
 
@@ -274,4 +270,59 @@ fn walk_cache_follows_moved_functions() {
     assert!(walks.get(tree.sys(), addr).is_none());
     tree.add("pci0000:80", "0000:03:00.0", ACCEL, 0);
     assert_eq!(walks.get(tree.sys(), addr).unwrap().root, "pci0000:80");
+}
+
+#[test]
+fn bandwidths_equal_those_of_module() {
+    let tree = Tree::new();
+    tree.add("pci0000:00", "0000:00:1e.0", ACCEL, 0);
+    let widths = ["1", "2", "4", "8", "12", "16", "32"];
+    for (speed, expected) in [
+        ("2.5", [250, 500, 1_000, 2_000, 3_000, 4_000, 8_000]),
+        ("5.0", [500, 1_000, 2_000, 4_000, 6_000, 8_000, 16_000]),
+        ("8.0", [984, 1_969, 3_938, 7_876, 11_815, 15_753, 31_507]),
+        ("16.0", [1_969, 3_938, 7_876, 15_753, 23_630, 31_507, 63_015]),
+        ("32.0", [3_938, 7_876, 15_753, 31_507, 47_261, 63_015, 126_030]),
+        ("64.0", [7_562, 15_125, 30_250, 60_500, 90_750, 121_000, 242_000]),
+        ("Unknown", [0; 7]),
+    ] {
+        for (width, bandwidth) in widths.iter().zip(expected) {
+            let text = format!("{speed} GT/s PCIe\n");
+            tree.put("0000:00:1e.0", "current_link_speed", text.as_bytes());
+            tree.put("0000:00:1e.0", "current_link_width", width.as_bytes());
+            let walk = Walk::read(tree.sys(), "0000:00:1e.0".parse().unwrap()).unwrap();
+            assert_eq!(walk.ports[0].link, bandwidth, "{speed} x{width}");
+        }
+    }
+}
+
+#[test]
+fn virtual_functions_have_the_link_of_the_physical_function() {
+    let tree = Tree::new();
+    tree.add("pci0000:00", "0000:00:1e.0", ACCEL, 0);
+    tree.add("pci0000:00", "0000:00:1e.1", ACCEL, 0);
+    tree.put("0000:00:1e.0", "current_link_speed", b"8.0 GT/s PCIe\n");
+    tree.put("0000:00:1e.0", "current_link_width", b"4\n");
+    tree.put("0000:00:1e.1", "current_link_speed", b"Unknown\n");
+    tree.put("0000:00:1e.1", "current_link_width", b"0\n");
+    let functions = tree.sys().join("devices/pci0000:00");
+    symlink(functions.join("0000:00:1e.0"), functions.join("0000:00:1e.1/physfn")).unwrap();
+    let walk = Walk::read(tree.sys(), "0000:00:1e.1".parse().unwrap()).unwrap();
+    assert_eq!(walk.ports[0].link, 3_938);
+}
+
+#[test]
+fn functions_without_a_node_are_on_the_only_node() {
+    let tree = Tree::new();
+    tree.add("pci0000:00", "0000:00:1e.0", ACCEL, 0);
+    let node = || {
+        let walk = Walk::read(tree.sys(), "0000:00:1e.0".parse().unwrap()).unwrap();
+        walk.numa_node
+    };
+    let online = tree.sys().join("devices/system/node/online");
+    fs::create_dir_all(online.parent().unwrap()).unwrap();
+    fs::write(&online, "0-1\n").unwrap();
+    assert_eq!(node(), None);
+    fs::write(&online, "0\n").unwrap();
+    assert_eq!(node(), Some(0));
 }

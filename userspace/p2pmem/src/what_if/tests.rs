@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 use super::*;
-use crate::fake::Fake;
+use crate::fake::{write_pci_function, Fake};
 use std::fs;
 use std::os::unix::fs::symlink;
 
@@ -19,22 +19,17 @@ fn machine() -> tempfile::TempDir {
     };
     let device = |path: &str, class: &str, driver: &str, size: u64| {
         let folder = format!("sys/devices/pci0000:00/{path}");
-        for (file, text) in [("vendor", "0x1de5"), ("device", "0x0001"), ("class", class)] {
-            put(&format!("{folder}/{file}"), text);
-        }
+        let files = [("vendor", "0x1de5"), ("device", "0x0001"), ("class", class)];
+        let real = write_pci_function(&dir.path().join("sys"), &format!("pci0000:00/{path}"), &files).unwrap();
         if size > 0 {
             put(
                 &format!("{folder}/resource"),
                 &format!("0x3800000000 {:#x} 0x142204\n", 0x38_0000_0000 + size - 1),
             );
         }
-        let real = dir.path().join(&folder);
         if !driver.is_empty() {
             symlink(Path::new("/drivers").join(driver), real.join("driver")).unwrap();
         }
-        let bus = dir.path().join("sys/bus/pci/devices");
-        fs::create_dir_all(&bus).unwrap();
-        symlink(&real, bus.join(real.file_name().unwrap())).unwrap();
         folder
     };
     use std::path::Path;
@@ -99,7 +94,8 @@ fn without_module_the_nearest_device_with_memory_is_chosen() {
     );
     assert_eq!((answer.module, answer.errno), (false, None));
     assert_eq!(answer.text, "0000:04:00.0 would be chosen");
-    let gpu = answer.chosen_candidate().unwrap();
+    let chosen = |device: &&CandidateDevice| device.verdict.code == VerdictCode::Chosen;
+    let gpu = answer.candidates.iter().find(chosen).unwrap();
     assert_eq!(
         (gpu.source.backend, gpu.source.availability),
         (Backend::Driver, Availability::Ready)
