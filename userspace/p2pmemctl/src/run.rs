@@ -81,7 +81,7 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
     check_reachable(&device, &clients)?;
     let shim = Shim::find(args.preload.as_deref())?;
     let program = program::find(name)?;
-    program::check(&program, &shim)?;
+    program::check(&program, &shim, context.err)?;
     let report = args.report.as_ref().map(|path| {
         let file = File::create(path);
         file.with_context(|| format!("cannot create {}", path.display()))

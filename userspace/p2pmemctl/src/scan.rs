@@ -2,7 +2,7 @@
 
 //! `scan`: devices with memory, the sources of that memory, and devices that can use it.
 
-use p2pmem::inventory::{Availability, Bar, DmaBufSupport, DmaClient, Inventory, MemoryDevice, Source};
+use p2pmem::inventory::{Availability, DmaBufSupport, DmaClient, Inventory, MemoryDevice, Source};
 
 use crate::cli::ScanArgs;
 use crate::table::{self, cell, message, number, on_request, optional, text, Cell, Column, Row, FAINT, GOOD, WARNING};
@@ -90,13 +90,6 @@ fn source_rows(memory_devices: &[MemoryDevice], all: bool) -> Vec<SourceRow> {
     rows.collect()
 }
 
-impl SourceRow {
-    fn bar(&self) -> Option<&Bar> {
-        let all = || self.memory_device.bars.iter().max_by_key(|bar| bar.size);
-        self.memory_device.memory_bar().or_else(all)
-    }
-}
-
 /// Joins names to one word.
 fn list_of(names: &[impl ToString]) -> String {
     let names: Vec<_> = names.iter().map(ToString::to_string).collect();
@@ -124,22 +117,18 @@ impl Row for SourceRow {
             optional(row.memory_device.device.driver.as_ref())
         }),
         text("BAR", "number of the BAR", |row, _| {
-            optional(row.bar().map(|bar| bar.index))
+            optional(row.memory_device.main_bar().map(|bar| bar.index))
         }),
         number(
             "SIZE",
             "size of the published memory, or else of the BAR",
-            |row, sizes| {
-                let published = row.memory_device.pool.map(|pool| pool.size);
-                let size = published.or_else(|| row.bar().map(|bar| bar.size));
-                optional(size.map(|size| sizes.show(size)))
-            },
+            |row, sizes| optional(row.memory_device.size().map(|size| sizes.show(size))),
         ),
         number(
             "RESIZABLE",
             "largest size of the BAR, if it is resizable",
             |row, sizes| {
-                let largest = row.bar().and_then(|bar| bar.resizable_to);
+                let largest = row.memory_device.main_bar().and_then(|bar| bar.resizable_to);
                 optional(largest.map(|size| sizes.show(size)))
             },
         ),

@@ -7,7 +7,7 @@ mod drawing;
 use anstyle::Style;
 use anyhow::bail;
 use p2pmem::inventory::{Inventory, MemoryDevice};
-use p2pmem::{devices_in, path_between_in, Client, Device, Path, PathClass, PciAddr, Provider};
+use p2pmem::{devices_in, Client, Device, Path, PathClass, PciAddr, Provider, Walk};
 use serde::Serialize;
 
 use crate::cli::TopoArgs;
@@ -222,11 +222,15 @@ impl Topology {
             }
         }
         let sys = context.environment.path("sys");
+        // Reading the bridges above a function takes milliseconds.
+        let walk = |client: &Client| Walk::of_device(&sys, client.addr(), client.name());
+        let walks: Vec<_> = clients.iter().map(walk).collect::<Result<_, _>>()?;
         let mut paths = Vec::new();
         for memory_device in &memory_devices {
             let addr = memory_device.device.addr;
-            for (n, client) in clients.iter().enumerate() {
-                let mut path = path_between_in(&sys, addr, client)?;
+            let memory = Walk::of_device(&sys, addr, &addr.to_string())?;
+            for (n, client) in walks.iter().enumerate() {
+                let mut path = memory.path_to(&sys, client);
                 path.client = n;
                 paths.push(MemoryPath { addr, path });
             }

@@ -8,10 +8,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 
-use clap::Parser;
-use p2pmem::fake::Fake;
-use p2pmemctl::{exit_code, Cli, Context, Environment};
+use p2pmem::fake::{write_pci_function, write_rule, Fake};
+use p2pmemctl::Environment;
 use serde_json::Value;
+
+mod common;
 
 struct Machine {
     dir: tempfile::TempDir,
@@ -24,19 +25,14 @@ struct Machine {
 fn machine(fake: Fake) -> Machine {
     let dir = tempfile::tempdir().unwrap();
     let device = |addr: &str, class: &str, name: &str| {
-        let folder = dir.path().join("sys/devices/pci0000:00").join(addr);
-        fs::create_dir_all(&folder).unwrap();
-        for (file, text) in [
+        let files = [
             ("vendor", "0x1b36"),
             ("device", "0x0010"),
             ("class", class),
             ("numa_node", "-1"),
-        ] {
-            fs::write(folder.join(file), text).unwrap();
-        }
-        let devices = dir.path().join("sys/bus/pci/devices");
-        fs::create_dir_all(&devices).unwrap();
-        symlink(&folder, devices.join(addr)).unwrap();
+        ];
+        let path = format!("pci0000:00/{addr}");
+        let folder = write_pci_function(&dir.path().join("sys"), &path, &files).unwrap();
         if !name.is_empty() {
             let class = dir.path().join("sys/class/nvme");
             fs::create_dir_all(&class).unwrap();
@@ -74,7 +70,6 @@ impl Machine {
     }
 
     fn run_styled(&self, args: &[&str]) -> (u8, String, String) {
-        let cli = Cli::try_parse_from(std::iter::once("p2pmemctl").chain(args.iter().copied())).expect("good usage");
         let (fake, errno) = (self.fake.clone(), self.open_error);
         let environment = Environment {
             root: self.root().to_owned(),
@@ -86,16 +81,7 @@ impl Machine {
                 }),
             }),
         };
-        let (mut out, mut err) = (Vec::new(), Vec::new());
-        let mut context = Context {
-            environment: &environment,
-            json: cli.json,
-            progress: false,
-            out: &mut out,
-            err: &mut err,
-        };
-        let code = exit_code(&mut context, &cli.command);
-        (code, String::from_utf8(out).unwrap(), String::from_utf8(err).unwrap())
+        common::run(&environment, std::iter::once("p2pmemctl").chain(args.iter().copied()))
     }
 
     fn json(&self, args: &[&str]) -> (u8, Value) {
@@ -212,28 +198,7 @@ fn cells_of_all_tables_are_words() {
 fn rules_are_words_and_remarks_follow() {
     let machine = machine(Fake::example());
     let rule = |name: &str, set: &[(&str, &str)]| {
-        let folder = machine.root().join("sys/kernel/config/p2pmem/rules").join(name);
-        fs::create_dir_all(&folder).unwrap();
-        for attribute in [
-            "provider",
-            "client",
-            "uid",
-            "gid",
-            "action",
-            "max_class",
-            "quota",
-            "group_quota",
-            "reserve",
-            "reserve_for",
-        ] {
-            fs::write(folder.join(attribute), "none\n").unwrap();
-        }
-        for (attribute, value) in [("enable", "1"), ("status", "in force"), ("usage", "")]
-            .iter()
-            .chain(set)
-        {
-            fs::write(folder.join(attribute), format!("{value}\n")).unwrap();
-        }
+        write_rule(&machine.root().join("sys/kernel/config"), name, set).unwrap();
     };
     let usage = [
         ("uid", "1000,2000-2999"),
@@ -640,16 +605,13 @@ fn machine_without_module() -> Machine {
     fs::remove_dir_all(&sys).unwrap();
     fs::create_dir_all(sys.join("bus/pci/devices")).unwrap();
     let device = |path: &str, class: &str, driver: &str, size: u64| {
-        let folder = sys.join("devices/pci0000:00").join(path);
-        fs::create_dir_all(&folder).unwrap();
-        for (file, text) in [
+        let files = [
             ("vendor", "0x1de5"),
             ("device", "0x0010"),
             ("class", class),
             ("numa_node", "-1"),
-        ] {
-            fs::write(folder.join(file), text).unwrap();
-        }
+        ];
+        let folder = write_pci_function(&sys, &format!("pci0000:00/{path}"), &files).unwrap();
         if size > 0 {
             let end = 0x38_0000_0000 + size - 1;
             fs::write(folder.join("resource"), format!("0x3800000000 {end:#x} 0x142204\n")).unwrap();
@@ -657,7 +619,6 @@ fn machine_without_module() -> Machine {
         if !driver.is_empty() {
             symlink(Path::new("/drivers").join(driver), folder.join("driver")).unwrap();
         }
-        symlink(&folder, sys.join("bus/pci/devices").join(folder.file_name().unwrap())).unwrap();
         folder
     };
     let bridge = "0x060400";

@@ -8,10 +8,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use clap::Parser;
 use p2pmem::fake::Fake;
-use p2pmemctl::{exit_code, Cli, Context, Environment, SCHEMA};
+use p2pmemctl::{Environment, SCHEMA};
 use serde_json::{json, Value};
+
+mod common;
 
 /// Returns the shim, which cargo builds in the folder of this test.
 fn shim() -> PathBuf {
@@ -32,22 +33,13 @@ fn run(options: &[&OsStr], command: &[&OsStr]) -> (u8, String) {
 }
 
 fn run_args<'a>(args: impl Iterator<Item = &'a OsStr>) -> (u8, String) {
-    let cli = Cli::try_parse_from(args).expect("good usage");
     let fake = Fake::example();
     let environment = Environment {
         root: "/".into(),
         open: Box::new(move || Ok(fake.device())),
     };
-    let (mut out, mut err) = (Vec::new(), Vec::new());
-    let mut context = Context {
-        environment: &environment,
-        json: cli.json,
-        progress: false,
-        out: &mut out,
-        err: &mut err,
-    };
-    let code = exit_code(&mut context, &cli.command);
-    (code, String::from_utf8(out).unwrap())
+    let (code, out, _) = common::run(&environment, args);
+    (code, out)
 }
 
 fn shell(script: &str) -> u8 {
@@ -207,4 +199,11 @@ fn the_report_has_what_the_command_took() {
     assert_eq!(summary["programs"], 5);
     assert_eq!(summary["buffers"], buffers(3, 3 * 8192));
     assert_eq!(summary["refused"], json!({"mappings": 4, "registrations": 0}));
+}
+
+#[test]
+fn an_unwritable_report_is_an_error_unless_the_command_failed() {
+    let report = ["--report", "/dev/full"].map(OsStr::new);
+    assert_eq!(run(&report, &[OsStr::new("/bin/true")]).0, 125);
+    assert_eq!(run(&report, &["/bin/sh", "-c", "exit 3"].map(OsStr::new)).0, 3);
 }

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::process::Command as Process;
 
 use clap_complete::engine;
-use p2pmem::fake::Fake;
+use p2pmem::fake::{write_pci_function, write_rule, Fake};
 
 use super::*;
 
@@ -18,17 +17,13 @@ fn machine(root: &Path) -> Machine {
     };
     let device = |addr: &str, class: &str| {
         let folder = format!("sys/devices/pci0000:00/{addr}");
-        for (file, text) in [
+        let files = [
             ("vendor", "0x1b36"),
             ("device", "0x0010"),
             ("class", class),
             ("numa_node", "-1"),
-        ] {
-            put(&format!("{folder}/{file}"), text);
-        }
-        let bus = root.join("sys/bus/pci/devices");
-        fs::create_dir_all(&bus).unwrap();
-        symlink(root.join(&folder), bus.join(addr)).unwrap();
+        ];
+        write_pci_function(&root.join("sys"), &format!("pci0000:00/{addr}"), &files).unwrap();
         folder
     };
     let drive = device("0000:04:00.0", "0x010802");
@@ -37,22 +32,8 @@ fn machine(root: &Path) -> Machine {
     let bar = "0x0000000000000000 0x000000000fffffff 0x0000000000142204\n";
     put(&format!("{accelerator}/resource"), bar);
     put("sys/class/infiniband/mlx5_0/node_type", "1");
-    for attribute in [
-        "provider",
-        "client",
-        "uid",
-        "gid",
-        "action",
-        "max_class",
-        "quota",
-        "group_quota",
-        "reserve",
-        "reserve_for",
-    ] {
-        put(&format!("sys/kernel/config/p2pmem/rules/10-lab/{attribute}"), "none");
-    }
+    write_rule(&root.join("sys/kernel/config"), "10-lab", &[]).unwrap();
     for (file, text) in [("enable", "1"), ("status", "in force"), ("usage", "")] {
-        put(&format!("sys/kernel/config/p2pmem/rules/10-lab/{file}"), text);
         put(&format!("sys/kernel/config/p2pmem/providers/0000:03:00.0/{file}"), text);
     }
     let root = root.to_owned();

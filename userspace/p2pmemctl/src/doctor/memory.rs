@@ -20,8 +20,7 @@ pub(super) fn publishable(memory_devices: &[MemoryDevice]) -> Check {
         .iter()
         .filter(|memory_device| source(memory_device, Backend::Module).is_some())
         .map(|memory_device| {
-            let published = memory_device.pool.map(|pool| pool.size);
-            let size = published.or_else(|| memory_device.memory_bar().map(|bar| bar.size));
+            let size = memory_device.size();
             let size = size.map_or_else(String::new, |size| format!(" ({})", human_size(size)));
             format!("{}{size}", memory_device.device.addr)
         })

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 use super::*;
-use p2pmem::fake::Fake;
+use p2pmem::fake::{write_pci_function, Fake};
 use std::fs;
 use std::path::Path;
 
@@ -15,13 +15,9 @@ fn put(root: &Path, path: &str, content: impl AsRef<[u8]>) {
 }
 
 fn pci(root: &Path, addr: &str, vendor: &str, class: &str, config: &[u8]) {
-    let real = format!("sys/devices/pci0000:00/{addr}");
-    for (name, value) in [("vendor", vendor), ("device", "0x09a2"), ("class", class)] {
-        put(root, &format!("{real}/{name}"), format!("{value}\n"));
-    }
-    put(root, &format!("{real}/config"), config);
-    fs::create_dir_all(root.join("sys/bus/pci/devices")).unwrap();
-    std::os::unix::fs::symlink(root.join(real), root.join("sys/bus/pci/devices").join(addr)).unwrap();
+    let files = [("vendor", vendor), ("device", "0x09a2"), ("class", class)];
+    let folder = write_pci_function(&root.join("sys"), &format!("pci0000:00/{addr}"), &files).unwrap();
+    fs::write(folder.join("config"), config).unwrap();
 }
 
 /// Returns a config space with AER as the first extended capability, then ACS with this control word.
@@ -375,12 +371,8 @@ fn host_bridges_of_all_domains_are_checked() {
     let machine = healthy(root);
     put(root, "proc/cpuinfo", "vendor_id\t: GenuineIntel\ncpu family\t: 6\n");
     let add = |bus: &str, addr: &str, ids: (&str, &str), class: &str| {
-        let real = format!("sys/devices/{bus}/{addr}");
-        for (name, value) in [("vendor", ids.0), ("device", ids.1), ("class", class)] {
-            put(root, &format!("{real}/{name}"), format!("{value}\n"));
-        }
-        let name = addr.rsplit('/').next().unwrap();
-        std::os::unix::fs::symlink(root.join(&real), root.join("sys/bus/pci/devices").join(name)).unwrap();
+        let files = [("vendor", ids.0), ("device", ids.1), ("class", class)];
+        write_pci_function(&root.join("sys"), &format!("{bus}/{addr}"), &files).unwrap();
     };
     let check = || level(&examine(&machine), "host-bridge");
     // Without a device of interest, all host bridges are checked.

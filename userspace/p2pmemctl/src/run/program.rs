@@ -5,7 +5,7 @@
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -105,8 +105,8 @@ fn find_in(name: &OsStr, path: &OsStr) -> Result<PathBuf, CannotExecute> {
 }
 
 /// Fails if a program does not load the shim. For a script, checks its interpreter. A file that cannot be read passes: the
-/// summary shows whether the program has loaded the shim.
-pub(super) fn check(program: &Path, shim: &Shim) -> anyhow::Result<()> {
+/// summary shows whether the program has loaded the shim. `notes` receives what the user should know about other programs.
+pub(super) fn check(program: &Path, shim: &Shim, notes: &mut dyn Write) -> anyhow::Result<()> {
     let mut program = program.to_owned();
     for _ in 0..MAX_INTERPRETERS {
         let Ok(mut file) = File::open(&program) else {
@@ -119,7 +119,7 @@ pub(super) fn check(program: &Path, shim: &Shim) -> anyhow::Result<()> {
         let Some(elf) = Elf::read(&file)? else {
             return Ok(());
         };
-        return check_elf(&program, &file, &elf, shim);
+        return check_elf(&program, &file, &elf, shim, notes);
     }
     // The kernel rejects the script with ELOOP.
     Ok(())
@@ -138,7 +138,7 @@ fn interpreter(file: &mut File) -> io::Result<Option<PathBuf>> {
     Ok(path.map(|path| PathBuf::from(OsStr::from_bytes(path))))
 }
 
-fn check_elf(program: &Path, file: &File, elf: &Elf, shim: &Shim) -> anyhow::Result<()> {
+fn check_elf(program: &Path, file: &File, elf: &Elf, shim: &Shim, notes: &mut dyn Write) -> anyhow::Result<()> {
     let name = program.display();
     let ignored = "so it ignores the preload shim, and its memory cannot be placed";
     if elf.target != shim.target() {
@@ -163,7 +163,9 @@ fn check_elf(program: &Path, file: &File, elf: &Elf, shim: &Shim) -> anyhow::Res
         bail!("{name} uses the C library musl, {ignored}: use a build for the GNU C library");
     }
     if segments.is_go {
-        eprintln!(
+        // If standard error is not writable, the note has no reader.
+        let _ = writeln!(
+            notes,
             "p2pmemctl: {name} is a Go program: mappings by Go's own packages do not go through the C library and are \
              not placed"
         );
@@ -259,7 +261,7 @@ mod tests {
         let shim = Shim::find(Some(&put(dir.path(), "shim.so", file(&[]), 0o644))).unwrap();
         let check = |name: &str, content: Vec<u8>, mode| {
             let program = put(dir.path(), name, content, mode);
-            check(&program, &shim).map_err(|error| error.to_string())
+            check(&program, &shim, &mut io::sink()).map_err(|error| error.to_string())
         };
         assert_eq!(check("dynamic", file(&[linker]), 0o755), Ok(()));
         let error = check("static", file(&[(1, b"code")]), 0o755).unwrap_err();
@@ -298,7 +300,7 @@ mod tests {
             for (mode, bit) in [(0o4755, "set-user-id"), (0o2755, "set-group-id")] {
                 std::os::unix::fs::chown(&program, Some(12345), Some(12345)).unwrap();
                 fs::set_permissions(&program, Permissions::from_mode(mode)).unwrap();
-                let error = super::check(&program, &shim).unwrap_err().to_string();
+                let error = super::check(&program, &shim, &mut io::sink()).unwrap_err().to_string();
                 assert!(error.contains(bit), "{error}");
             }
         }

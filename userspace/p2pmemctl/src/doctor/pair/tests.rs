@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::selftest::TransferReport;
+use p2pmem::fake::Fake;
 use p2pmem::RegistrationMethod;
 
 fn addr() -> PciAddr {
@@ -75,4 +76,28 @@ fn each_outcome_of_a_transfer_is_reported() {
 fn missing_memory_names_the_next_step() {
     let check = no_memory(None, addr());
     assert!(check.level == Level::Failure && check.remedy.unwrap().contains("p2pmemctl scan"));
+}
+
+#[test]
+fn memory_that_cannot_be_allocated_is_reported() {
+    let fake = Fake::example();
+    let device = fake.device();
+    let provider = || device.providers().unwrap().remove(0);
+    let missing = |provider: &Provider| match allocate(fake.device(), provider).unwrap() {
+        Memory::Missing(check) => check,
+        Memory::Buffer(..) => panic!("the memory was allocated"),
+    };
+    let free = provider();
+    fake.fail_next(nix::errno::Errno::ENOMEM as i32);
+    let check = missing(&free);
+    assert!(
+        check.level == Level::Failure && check.found.contains("ENOMEM"),
+        "{check:?}"
+    );
+    let _held = device.alloc(&Request::new(free.largest).provider(free.id)).unwrap();
+    let check = missing(&provider());
+    assert!(
+        check.level == Level::Failure && check.found.contains("has no free memory"),
+        "{check:?}"
+    );
 }

@@ -3,10 +3,9 @@
 use super::layout::{layout, Layout, Rect};
 use super::*;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use p2pmem::fake::Fake;
+use p2pmem::fake::{write_pci_function, Fake};
 use p2pmem::{Device, Request};
 
 use crate::environment::Environment;
@@ -31,22 +30,17 @@ impl Machine {
 
     /// Adds a function at a path below `sys/devices`, with a BAR of this size.
     fn add(&self, path: &str, class: &str, size: u64) {
-        let folder = self.dir.path().join("sys/devices").join(path);
-        fs::create_dir_all(&folder).unwrap();
-        for (file, text) in [
+        let files = [
             ("vendor", "0x1de5"),
             ("device", "0x0001"),
             ("class", class),
             ("numa_node", "0"),
-        ] {
-            fs::write(folder.join(file), text).unwrap();
-        }
+        ];
+        let folder = write_pci_function(&self.dir.path().join("sys"), path, &files).unwrap();
         if size > 0 {
             let end = 0x38_0000_0000 + size - 1;
             fs::write(folder.join("resource"), format!("0x3800000000 {end:#x} 0x142204\n")).unwrap();
         }
-        let name = folder.file_name().unwrap();
-        symlink(&folder, self.dir.path().join("sys/bus/pci/devices").join(name)).unwrap();
     }
 
     /// Gives a function a name of a class.

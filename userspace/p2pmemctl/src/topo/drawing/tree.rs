@@ -54,7 +54,8 @@ pub(super) struct Node {
 #[derive(Default)]
 struct Below {
     ports: BTreeMap<PciAddr, (Port, Below)>,
-    devices: Vec<PciAddr>,
+    /// The devices, with the bandwidth of their links if it is known.
+    devices: Vec<(PciAddr, Option<u32>)>,
 }
 
 /// Returns the host bridges above the functions of a scene, in the order of their names.
@@ -71,7 +72,12 @@ pub(super) fn roots(sys: &FsPath, devices: &[PciDevice], scene: &Scene) -> Vec<N
     let mut buses: BTreeMap<String, (Option<u32>, Below)> = BTreeMap::new();
     for addr in all {
         let Some(walk) = Walk::read(sys, addr) else {
-            buses.entry(NOT_IN_SYSFS.into()).or_default().1.devices.push(addr);
+            buses
+                .entry(NOT_IN_SYSFS.into())
+                .or_default()
+                .1
+                .devices
+                .push((addr, None));
             continue;
         };
         let (numa, mut below) = {
@@ -86,12 +92,10 @@ pub(super) fn roots(sys: &FsPath, devices: &[PciDevice], scene: &Scene) -> Vec<N
                 .or_insert_with(|| (port.clone(), Below::default()))
                 .1;
         }
-        below.devices.push(addr);
+        let bandwidth = walk.ports.first().and_then(Port::bandwidth);
+        below.devices.push((addr, bandwidth));
     }
-    let leaf = |addr: PciAddr| {
-        let port = Walk::read(sys, addr).and_then(|walk| walk.ports.first().cloned());
-        device(addr, port.and_then(|port| port.bandwidth()), devices, scene)
-    };
+    let leaf = |addr, bandwidth| device(addr, bandwidth, devices, scene);
     let hosts = buses.into_iter().map(|(name, (numa, below))| {
         let mut lines = vec!["Host bridge".to_owned(), name];
         lines.extend(numa.map(|numa| format!("NUMA node {numa}")));
@@ -115,13 +119,18 @@ fn node(role: Role) -> Node {
     }
 }
 
-fn children(below: Below, leaf: &impl Fn(PciAddr) -> Node) -> Vec<Node> {
+fn children(below: Below, leaf: &impl Fn(PciAddr, Option<u32>) -> Node) -> Vec<Node> {
     let mut all: Vec<_> = below
         .ports
         .into_iter()
         .map(|(addr, (port, below))| (addr, bridge(&port, children(below, leaf))))
         .collect();
-    all.extend(below.devices.into_iter().map(|addr| (addr, leaf(addr))));
+    all.extend(
+        below
+            .devices
+            .into_iter()
+            .map(|(addr, bandwidth)| (addr, leaf(addr, bandwidth))),
+    );
     all.sort_by_key(|(addr, _)| *addr);
     all.into_iter().map(|(_, node)| node).collect()
 }
@@ -235,9 +244,7 @@ fn of_provider(provider: &Provider, holders: Option<&[(PciAddr, Holder)]>) -> Ve
 
 /// Returns the size of memory that is not a provider's, and its source.
 fn of_memory_device(memory_device: &MemoryDevice) -> String {
-    let published = memory_device.pool.map(|pool| pool.size);
-    let bar = memory_device.memory_bar().map(|bar| bar.size);
-    let size = published.or(bar).map_or_else(|| "memory".to_owned(), short_size);
+    let size = memory_device.size().map_or_else(|| "memory".to_owned(), short_size);
     match memory_device.best() {
         Some(source) if source.availability != Availability::Unavailable => {
             let state = if source.availability == Availability::Ready {
