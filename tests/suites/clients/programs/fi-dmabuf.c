@@ -21,9 +21,8 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <p2pmem.h>
+#include "message.h"
 
-#define SIZE ((size_t)4 << 20)
-#define CHUNK ((size_t)1 << 20)
 #define ACCESS (FI_READ | FI_WRITE | FI_REMOTE_READ | FI_REMOTE_WRITE)
 
 /* Private data of the message by which the server accepts the connection. */
@@ -167,30 +166,6 @@ static int read_chunk(uint64_t at, uint64_t key)
 	return wait_completion();
 }
 
-/* Returns the bytes that word `i` of the message has. */
-static uint64_t pattern(size_t i)
-{
-	return (i + 1) * 0x9e3779b97f4a7c15u;
-}
-
-static void fill(int with_pattern)
-{
-	for (size_t i = 0; i < SIZE / sizeof(*words); i++)
-		words[i] = with_pattern ? pattern(i) : 0;
-	/* A read from the device completes earlier writes to it. */
-	(void)words[0];
-}
-
-static void verify(const char *whose)
-{
-	for (size_t i = 0; i < SIZE / sizeof(*words); i++) {
-		if (words[i] != pattern(i)) {
-			fprintf(stderr, "fi-dmabuf: word %zu of %s buffer is wrong\n", i, whose);
-			exit(2);
-		}
-	}
-}
-
 static int serve(const char *address, const char *port)
 {
 	struct { struct fi_eq_cm_entry cm; uint8_t data[64]; } entry;
@@ -212,7 +187,7 @@ static int serve(const char *address, const char *port)
 	check(fi_accept(ep, &target, sizeof(target)), "fi_accept");
 	wait_event(FI_CONNECTED, &entry, sizeof(entry));
 	wait_event(FI_SHUTDOWN, &entry, sizeof(entry));
-	verify("the server's");
+	verify("fi-dmabuf", words, "the server's buffer");
 	return 0;
 }
 
@@ -236,15 +211,15 @@ static struct target reach(const char *address, const char *port)
 
 static int move(uint64_t key)
 {
-	fill(1);
+	fill(words, 1);
 	for (size_t at = 0; at < SIZE; at += CHUNK)
 		if (write_chunk(at, key))
 			return 1;
-	fill(0);
+	fill(words, 0);
 	for (size_t at = 0; at < SIZE; at += CHUNK)
 		if (read_chunk(at, key))
 			return 1;
-	verify("the client's");
+	verify("fi-dmabuf", words, "the client's buffer");
 	printf("verified %zu bytes\n", SIZE);
 	return 0;
 }

@@ -24,9 +24,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 #include <ucp/api/ucp.h>
-
-#define SIZE ((size_t)4 << 20)
-#define CHUNK ((size_t)1 << 20)
+#include "message.h"
 
 /* The first message to the other node: the sizes of the worker's address and of the key, which follow, and the memory's address. */
 struct greeting {
@@ -166,30 +164,6 @@ static ucs_status_t transfer(int put)
 	return status;
 }
 
-/* Returns the bytes that word `i` of the message has. */
-static uint64_t pattern(size_t i)
-{
-	return (i + 1) * 0x9e3779b97f4a7c15u;
-}
-
-static void fill(int with_pattern)
-{
-	for (size_t i = 0; i < SIZE / sizeof(*words); i++)
-		words[i] = with_pattern ? pattern(i) : 0;
-	/* A read from the device completes earlier writes to it. */
-	(void)words[0];
-}
-
-static void verify(const char *whose)
-{
-	for (size_t i = 0; i < SIZE / sizeof(*words); i++) {
-		if (words[i] != pattern(i)) {
-			fprintf(stderr, "ucp-mapped: word %zu of %s memory is wrong\n", i, whose);
-			exit(2);
-		}
-	}
-}
-
 static int serve(const char *port)
 {
 	struct sockaddr_in address = { .sin_family = AF_INET, .sin_port = htons((uint16_t)atoi(port)) };
@@ -206,7 +180,7 @@ static int serve(const char *port)
 	/* UCX connects its endpoints while both nodes make progress. */
 	while (recv(peer, &byte, 1, MSG_DONTWAIT) < 0)
 		ucp_worker_progress(worker);
-	verify("the server's");
+	verify("ucp-mapped", words, "the server's memory");
 	return 0;
 }
 
@@ -223,13 +197,13 @@ static int reach(const char *node, const char *port)
 
 static int move(void)
 {
-	fill(1);
+	fill(words, 1);
 	if (transfer(1) != UCS_OK)
 		return 1;
-	fill(0);
+	fill(words, 0);
 	if (transfer(0) != UCS_OK)
 		return 1;
-	verify("the client's");
+	verify("ucp-mapped", words, "the client's memory");
 	printf("verified %zu bytes\n", SIZE);
 	return 0;
 }

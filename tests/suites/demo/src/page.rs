@@ -59,7 +59,7 @@ pub fn page(report: &Report) -> String {
                     (PreEscaped(picture))
                 }
                 @if !report.candidates.is_empty() { (choice(&report.candidates)) }
-                @if let Some(job) = &report.job { (transform(job)) }
+                @if let Some(job) = &report.job { (transform(job, &report.from, &report.to)) }
                 @if let Some(rdma) = &report.rdma { (servers(rdma)) }
             }
         }
@@ -90,17 +90,16 @@ struct Bar {
     label: String,
     value: f64,
     text: String,
-    good: bool,
 }
 
-/// Bars whose lengths are relative to the largest value.
+/// Bars whose lengths are relative to the largest value. All values are bytes that peer-to-peer transfers avoid: 0 is good.
 fn chart(bars: &[Bar]) -> Markup {
     let largest = bars.iter().map(|bar| bar.value).fold(f64::MIN_POSITIVE, f64::max);
     html! {
-        @for Bar { label, value, text, good } in bars {
+        @for Bar { label, value, text } in bars {
             div.bar {
                 span { (label) }
-                div class=(if *good { "good" } else { "bad" }) style={ "width:" (format!("{:.2}", 100.0 * value / largest)) "%" } {}
+                div class=(if *value == 0.0 { "good" } else { "bad" }) style={ "width:" (format!("{:.2}", 100.0 * value / largest)) "%" } {}
                 span { (text) }
             }
         }
@@ -122,27 +121,14 @@ fn path(stations: &[&str]) -> Markup {
 const HOST_MEMORY: &str = "host memory";
 
 /// The first act.
-fn transform(job: &Job) -> Markup {
-    let moved = |way: fn(&crate::traffic::Drive) -> bool| {
-        let drives = &job.p2p.traffic.drives;
-        drives
-            .iter()
-            .find(|(_, drive)| way(drive))
-            .map_or("drive", |(name, _)| name.as_str())
-    };
-    let from = moved(|drive| !drive.read.is_empty());
-    let to = moved(|drive| !drive.written.is_empty());
+fn transform(job: &Job, from: &str, to: &str) -> Markup {
     let provider = job.provider.as_str();
-    let runs = [
-        ("peer to peer", &job.p2p, true),
-        ("through host memory", &job.staged, false),
-    ];
+    let runs = [("peer to peer", &job.p2p), ("through host memory", &job.staged)];
     let bars = |what: &str, bytes: fn(&crate::job::Run) -> u64| {
-        let bars = runs.map(|(name, run, good)| Bar {
+        let bars = runs.map(|(name, run)| Bar {
             label: format!("{what}, {name}"),
             value: bytes(run) as f64,
             text: human_size(bytes(run)),
-            good,
         });
         chart(&bars)
     };
@@ -168,7 +154,6 @@ fn servers(rdma: &rdma::Report) -> Markup {
         label: row.name.clone(),
         value: row.host_bytes_per_payload_byte,
         text: format!("{:.2}", row.host_bytes_per_payload_byte),
-        good: row.name == rdma::ACC_ACC,
     });
     let bars: Vec<Bar> = bars.collect();
     html! {

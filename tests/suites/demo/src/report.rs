@@ -152,6 +152,12 @@ pub struct Report {
     pub job: Option<Job>,
     /// The second act.
     pub rdma: Option<rdma::Report>,
+    /// Name of the drive with the samples.
+    #[serde(skip)]
+    pub from: String,
+    /// Name of the drive with the result.
+    #[serde(skip)]
+    pub to: String,
     /// The picture of the machine by p2pmemctl, as SVG, for the HTML page.
     #[serde(skip)]
     pub picture: Option<String>,
@@ -191,6 +197,8 @@ impl Report {
             boot_seconds: results.boot_seconds,
             total_seconds: results.total_seconds,
             job: results.job,
+            from: results.from,
+            to: results.to,
             picture: results.picture,
         }
     }

@@ -32,38 +32,49 @@ pub struct Check {
     pub name: &'static str,
     /// A one-line description of the test.
     pub about: &'static str,
+    /// The topology that the test needs. No test of this topology loads the module.
+    pub topology: &'static str,
     pub(super) run: fn(&Devices) -> Result<()>,
 }
+
+/// The topology of the tests with memory that a driver published.
+const DRIVES: &str = "backends";
 
 const CHECKS: &[Check] = &[
     Check {
         name: "sysfs-direct-io",
         about: "memory near a drive is chosen, and the drive transfers data to it without host memory",
+        topology: DRIVES,
         run: direct_io,
     },
     Check {
         name: "sysfs-full",
         about: "a full controller memory buffer is an error that names it; freed memory can be allocated again",
+        topology: DRIVES,
         run: full,
     },
     Check {
         name: "sysfs-killed",
         about: "the memory of a killed process is freed",
+        topology: DRIVES,
         run: killed,
     },
     Check {
         name: "sysfs-user",
         about: "a user without permission gets an error with the file and a remedy",
+        topology: DRIVES,
         run: ordinary_user,
     },
     Check {
         name: "sysfs-unbind",
         about: "unbinding the drive ends mappings of its memory, and buffers are reported as gone",
+        topology: DRIVES,
         run: unbind_drive,
     },
     Check {
         name: "no-iommu",
         about: "without an IOMMU, the error of the backend vfio has a remedy",
+        topology: DRIVES,
         run: no_iommu,
     },
 ];
@@ -76,16 +87,18 @@ pub(super) const NOBODY: u32 = 65_534;
 /// The name of the processes that these tests start.
 pub(super) const PART: &str = "backends";
 
+/// Returns all tests.
+pub fn checks() -> impl Iterator<Item = &'static Check> {
+    CHECKS.iter().chain(backends_vfio::CHECKS)
+}
+
 /// Runs a test by name.
 ///
 /// # Errors
 ///
 /// The test does not exist or fails, or the module is loaded.
 pub fn run(name: &str) -> Result<()> {
-    let check = CHECKS
-        .iter()
-        .chain(backends_vfio::CHECKS)
-        .find(|check| check.name == name);
+    let check = checks().find(|check| check.name == name);
     let check = check.with_context(|| format!("no test without the module has the name {name:?}"))?;
     without_module()?;
     (check.run)(&devices::load()?).context(check.about)?;

@@ -32,40 +32,50 @@ use crate::devices::{self, Devices};
 use crate::limits::scaled;
 use crate::{in_time, sys};
 
+/// The topology of these tests. vfio-pci keeps the accelerators from test to test.
+const IOMMU: &str = "vfio";
+
 pub(super) const CHECKS: &[Check] = &[
     Check {
         name: "vfio-rdma",
         about: "a NIC transfers data between BARs of vfio-pci devices without host memory",
+        topology: IOMMU,
         run: rdma,
     },
     Check {
         name: "vfio-any-bar",
         about: "a BAR that the program selects is mapped and exported, also a BAR with registers",
+        topology: IOMMU,
         run: any_bar,
     },
     Check {
         name: "vfio-passed-on",
         about: "memory of a dma-buf is not allocated again while a descriptor or a registration uses it",
+        topology: IOMMU,
         run: passed_on,
     },
     Check {
         name: "vfio-refused",
         about: "errors for devices that are not bound, not accessible, in use or full have a remedy",
+        topology: IOMMU,
         run: refusals,
     },
     Check {
         name: "vfio-killed",
         about: "memory of a killed exporter is revoked from a NIC and freed; no write reaches the next owner",
+        topology: IOMMU,
         run: killed,
     },
     Check {
         name: "vfio-unbind",
         about: "unbinding waits for the program that has the device; after that, no write of a NIC reaches the memory",
+        topology: IOMMU,
         run: unbind,
     },
     Check {
         name: "vfio-reset",
         about: "a NIC has no access while the device's memory is disabled, and has access after a reset",
+        topology: IOMMU,
         run: reset,
     },
 ];

@@ -80,16 +80,16 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
         iommu::TESTS,
         Kernels::Stock("the module makes the same calls without an IOMMU, and machines with one are slow"),
     ),
-    (
-        backends::TESTS,
-        Kernels::Stock("the test checks the library with interfaces of the kernel, not the module"),
-    ),
     (unplug::TESTS, Kernels::Both),
     (
         registration::TESTS,
         Kernels::Stock("the test counts instructions of a kernel without checks"),
     ),
 ];
+
+/// The kernel of the tests of the library without the module.
+const WITHOUT_MODULE: Kernels<'static> =
+    Kernels::Stock("the test checks the library with interfaces of the kernel, not the module");
 
 /// A test with guests of a topology.
 pub struct Test {
@@ -165,6 +165,12 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
                 with_guests(&own, test, attempt)
             }));
         }
+    }
+    for check in cases::backends::checks() {
+        let (own, name) = (bed.clone(), format!("backends::{}", check.name));
+        trials.push(bed.trial(&name, check.topology, WITHOUT_MODULE, move |attempt| {
+            backends::run_check(&own, check, attempt)
+        }));
     }
     let mut of_module: Vec<_> = cases::all().collect();
     of_module.sort_by_key(|case| (case.topology, case.ruins));
