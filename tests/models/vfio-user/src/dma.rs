@@ -123,12 +123,21 @@ struct Shared {
     total: Counters,
 }
 
+/// Numbers of aborts: of all handles, and of those that [`Dma::abort_separate`] ends. A transfer ends when one changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Epoch {
+    all: u64,
+    own: u64,
+}
+
 /// Access to bus addresses. Clones access the same bus.
 #[derive(Clone, Debug)]
 pub struct Dma {
     shared: Arc<Shared>,
     /// If set, transfers fail with [`DmaError::Aborted`] once the epoch differs from this one.
-    abort_epoch: Option<u64>,
+    abort_epoch: Option<Epoch>,
+    /// If set, the number of calls of [`Dma::abort_separate`] of this handle and its clones.
+    own_epoch: Option<Arc<AtomicU64>>,
     /// If set, counters of this handle and its clones, in addition to the total.
     own_counters: Option<Arc<Counters>>,
 }
@@ -200,6 +209,7 @@ impl Dma {
                 ..Shared::default()
             }),
             abort_epoch: None,
+            own_epoch: None,
             own_counters: None,
         }
     }
@@ -228,6 +238,32 @@ impl Dma {
     /// Ends every transfer in progress, and makes every later transfer of existing [`Dma::pinned`] handles fail.
     pub fn abort(&self) {
         self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.wake_waiters();
+    }
+
+    /// Returns a handle that [`Dma::abort_separate`] aborts without the other handles of the bus, for one of several
+    /// engines of a device. [`Dma::abort`] aborts it too.
+    pub fn separate(&self) -> Self {
+        Self {
+            own_epoch: Some(Arc::default()),
+            ..self.clone()
+        }
+    }
+
+    /// As [`Dma::abort`], for the transfers of this handle and its clones, if [`Dma::separate`] returned it. Otherwise for
+    /// all.
+    pub fn abort_separate(&self) {
+        match &self.own_epoch {
+            Some(own) => {
+                own.fetch_add(1, Ordering::SeqCst);
+                self.wake_waiters();
+            }
+            None => self.abort(),
+        }
+    }
+
+    /// Makes the transfers that wait for the client look at the epoch.
+    fn wake_waiters(&self) {
         // Taking the lock makes sure that no waiter is between its check of the epoch and its sleep.
         drop(self.connection());
         self.shared.connection_changed.notify_all();
@@ -251,9 +287,16 @@ impl Dma {
         }
     }
 
-    fn epoch(&self) -> u64 {
-        self.abort_epoch
-            .unwrap_or_else(|| self.shared.epoch.load(Ordering::SeqCst))
+    /// The epoch in which a transfer of this handle starts.
+    fn epoch(&self) -> Epoch {
+        self.abort_epoch.unwrap_or_else(|| self.current_epoch())
+    }
+
+    fn current_epoch(&self) -> Epoch {
+        Epoch {
+            all: self.shared.epoch.load(Ordering::SeqCst),
+            own: self.own_epoch.as_ref().map_or(0, |own| own.load(Ordering::SeqCst)),
+        }
     }
 
     fn lock_tables(&self) -> LockedTables<'_> {

@@ -639,6 +639,30 @@ fn abort_ends_dma_and_late_reply_is_ignored() {
 }
 
 #[test]
+fn separate_abort_ends_only_its_own_message() {
+    let (mut client, bus, ..) = started();
+    config_write(&mut client, 4, &[6, 0]);
+    let (first, second) = (bus.dma.separate(), bus.dma.separate());
+    let read = |dma: Dma| std::thread::spawn(move || dma.read(0x1000, &mut [0; 8]));
+    let worker = read(first.pinned());
+    let mut header = [0; 16];
+    read_exact(&client, &mut header);
+    read_exact(&client, &mut [0; 16]);
+    // An abort of another handle does not end the wait for the reply, this one's does.
+    second.abort_separate();
+    header[8] = 1;
+    header[4..8].copy_from_slice(&40_u32.to_le_bytes());
+    client.stream().write_all(&[&header[..], &[0; 24]].concat()).unwrap();
+    // The reply has the wrong length, which the transfer reports.
+    assert!(matches!(worker.join().unwrap(), Err(DmaError::Failed(0x1000, _))));
+    let worker = read(first.pinned());
+    read_exact(&client, &mut header);
+    read_exact(&client, &mut [0; 16]);
+    first.abort_separate();
+    assert_eq!(worker.join().unwrap(), Err(DmaError::Aborted));
+}
+
+#[test]
 fn invalid_message_size_ends_connection_with_error() {
     for size in [0_u32, 15, u32::MAX, proto::MAX_MESSAGE as u32 + 1] {
         let (mut client, _bus, _jobs, server) = started();

@@ -3,7 +3,6 @@
 //! DMA by message: the requests to the client, one at a time, and their order with the commands of the client.
 
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
@@ -12,7 +11,7 @@ use rustix::io::Errno;
 use tracing::{debug, warn};
 use zerocopy::{FromBytes, IntoBytes};
 
-use super::{Dma, DmaError};
+use super::{Dma, DmaError, Epoch};
 use crate::proto::{self, DmaAccess, HEADER, Header, command, message};
 use crate::stream;
 
@@ -136,8 +135,8 @@ impl Dma {
     }
 
     /// Fails if the transfer was aborted after `epoch`, or if no client is connected.
-    fn check_connected(&self, connection: &Connection, epoch: u64) -> Result<(), DmaError> {
-        if self.shared.epoch.load(Ordering::SeqCst) != epoch {
+    fn check_connected(&self, connection: &Connection, epoch: Epoch) -> Result<(), DmaError> {
+        if self.current_epoch() != epoch {
             return Err(DmaError::Aborted);
         }
         if connection.stream.is_none() {
@@ -151,7 +150,7 @@ impl Dma {
     fn wait<'a>(
         &'a self,
         connection: MutexGuard<'a, Connection>,
-        epoch: u64,
+        epoch: Epoch,
         deadline: Instant,
         address: u64,
     ) -> Result<MutexGuard<'a, Connection>, DmaError> {

@@ -143,6 +143,31 @@ fn invalid_transfers_are_refused() {
     dma.read(0x1000, &mut data).unwrap();
 }
 
+#[test]
+fn separate_handle_is_aborted_alone_and_with_all() {
+    let dma = Dma::new(None);
+    dma.set_bus_master(true);
+    dma.map(&request(0x1000, 0x1000, 0, RW), Some(memfd(0x1000))).unwrap();
+    let (first, second) = (dma.separate(), dma.separate());
+    // Clones, and handles with other counters, belong to the same handle.
+    let works = |dma: &Dma| dma.read(0x1000, &mut [0; 8]);
+    let (one, two, shared) = (first.tallied().pinned(), second.pinned(), dma.pinned());
+    first.abort_separate();
+    assert_eq!(works(&one), Err(DmaError::Aborted));
+    for dma in [&two, &shared, &first, &first.pinned()] {
+        assert_eq!(works(dma), Ok(()));
+    }
+    let one = first.pinned();
+    dma.abort();
+    for dma in [&one, &two, &shared] {
+        assert_eq!(works(dma), Err(DmaError::Aborted));
+    }
+    // A handle that is not separate stands for all.
+    let two = second.pinned();
+    dma.abort_separate();
+    assert_eq!(works(&two), Err(DmaError::Aborted));
+}
+
 /// A bus with peers, one of which has 64 KiB of memory.
 fn among_peers(name: &str) -> (Dma, peers::PeerHandle, Arc<Memory>) {
     let peers = Peers::new();

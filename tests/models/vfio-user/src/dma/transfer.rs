@@ -204,7 +204,7 @@ impl Dma {
         for extent in extents {
             let mut done = 0;
             while done < extent.len {
-                if self.shared.epoch.load(Ordering::SeqCst) != epoch {
+                if self.current_epoch() != epoch {
                     return Err(DmaError::Aborted);
                 }
                 if !self.shared.bus_master.load(Ordering::SeqCst) {
