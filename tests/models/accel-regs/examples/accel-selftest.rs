@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Runs every operation of an accelerator from user space, and checks results and counters.
+//! Runs every operation of an accelerator from user space, by registers and by rings, and checks results and counters.
 //!
 //! Usage: `accel-selftest BDF [PEER-BUS-ADDRESS]`. With an address, the program also does DMA to and from this address.
 //! The program overwrites the first 16 MiB of the accelerator's memory and 64 KiB at the address. Requires root and no
@@ -9,7 +9,8 @@
 use std::error::Error;
 use std::time::{Duration, Instant};
 
-use p2pmem_accel_regs::driver::{Accel, Direction, HostBuffer};
+use p2pmem_accel_regs::driver::{Accel, DeviceMemory, Direction, HostBuffer, Report, Ring, RingOptions};
+use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Counter, Op, Status, driver, pattern_word};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -65,6 +66,122 @@ fn refused(what: &str, result: Result<u64, driver::Error>, expected: Status) -> 
         println!("     got {result:?}");
     }
     check(what, good)
+}
+
+/// Checks rings without DMA: order, results, polls between rings, and a poll that fails.
+fn rings(accel: &Accel, memory: &DeviceMemory) -> Result<(), Box<dyn Error>> {
+    const ROUNDS: u32 = 1000;
+    const WORDS: u64 = 6 << 20;
+    const DATA: u64 = 7 << 20;
+    const LEN: u64 = 64 << 10;
+    let short = RingOptions {
+        poll_limit: Duration::from_millis(1),
+        ..RingOptions::new(4 << 20, 4096)
+    };
+    memory.write(WORDS, &[0; 4096])?;
+    let mut ping = Ring::new(accel, 0, memory, RingOptions::new(4 << 20, 4096))?;
+    let mut pong = Ring::new(accel, 1, memory, RingOptions::new(5 << 20, 4096))?;
+    let taken = Ring::new(accel, 1, memory, RingOptions::new(5 << 20, 4096)).map(drop);
+    check("a ring has one user", matches!(taken, Err(driver::Error::RingBusy(1))))?;
+
+    ping.push(&Entry::new(Op::Pattern, DATA, LEN, 11))?;
+    let last = ping.push(&Entry::new(Op::Crc32c, DATA, LEN, 0).with_result(WORDS + 64))?;
+    ping.doorbell()?;
+    ping.wait(last, TIMEOUT)?;
+    let mut data = vec![0; LEN as usize];
+    memory.read(DATA, &mut data)?;
+    let result = ping.result(WORDS + 64)?.ok_or("the ring wrote no result")?;
+    let good = result.index == last && result.status == Status::Ok && result.value == u64::from(crc32c(&data));
+    check("a ring runs operations and writes results", good)?;
+
+    let before = accel.counters()?;
+    ping.push(&Entry::timestamp(WORDS + 128, 1))?;
+    for round in 1..=ROUNDS {
+        ping.push(&Entry::store32(Place::Memory(WORDS), round))?;
+        ping.push(&Entry::poll_geq(Place::Memory(WORDS + 4), round))?;
+        pong.push(&Entry::poll_geq(Place::Memory(WORDS), round))?;
+        pong.push(&Entry::store32(Place::Memory(WORDS + 4), round))?;
+    }
+    let last = ping.push(&Entry::timestamp(WORDS + 144, 2))?;
+    ping.doorbell()?;
+    pong.doorbell()?;
+    ping.wait(last, TIMEOUT)?;
+    let after = accel.counters()?;
+    let moved = |counter| after.get(counter) - before.get(counter);
+    check(
+        "two rings answer each other with one register access each",
+        moved(Counter::RegisterWrites) == 2 && moved(Counter::Polls) == 2 * u64::from(ROUNDS),
+    )?;
+    let mut times = [0; 32];
+    memory.read(WORDS + 128, &mut times)?;
+    let time = |at: usize| u64::from_le_bytes(times[at..at + 8].try_into().expect("8 bytes"));
+    println!(
+        "     {} ns per exchange between two rings",
+        (time(16) - time(0)) / u64::from(ROUNDS)
+    );
+    drop(ping);
+
+    let mut ring = Ring::new(accel, 0, memory, short)?;
+    ring.push(&Entry::fence())?;
+    let last = ring.push(&Entry::poll_and(Place::Memory(WORDS + 32), 1))?;
+    ring.doorbell()?;
+    let failed = ring.wait(last, TIMEOUT);
+    let good = matches!(
+        &failed,
+        Err(driver::Error::RingStopped {
+            index: 1,
+            status: Status::TimedOut,
+            ..
+        })
+    );
+    check("a poll that never becomes true stops its ring", good)?;
+    ring.reset(TIMEOUT)?;
+    let first = ring.push(&Entry::fence())?;
+    ring.doorbell()?;
+    ring.wait(first, TIMEOUT)?;
+    let last = pong.push(&Entry::fence())?;
+    pong.doorbell()?;
+    pong.wait(last, TIMEOUT)?;
+    let heads = (accel.ring_progress(0)?.head, accel.ring_progress(1)?.head);
+    check(
+        "a ring runs after its reset, and the other one runs on",
+        heads == (1, 2 * ROUNDS + 1),
+    )?;
+    let refused = Ring::new(accel, 2, memory, RingOptions::new(32, 16)).map(drop);
+    let good = matches!(
+        refused,
+        Err(driver::Error::RingStopped {
+            status: Status::BadRing,
+            ..
+        })
+    );
+    check("a ring that is not aligned is refused", good)
+}
+
+/// Checks a ring that reports to host memory, and polls and writes there.
+fn ring_with_host_memory(accel: &Accel, memory: &DeviceMemory, host: &HostBuffer) -> Result<(), Box<dyn Error>> {
+    let (address, _) = host.segments()[0];
+    host.write(0, &[0; 64])?;
+    let before = accel.counters()?;
+    let options = RingOptions {
+        report: Report::Bus(address),
+        ..RingOptions::new(4 << 20, 64)
+    };
+    let mut ring = Ring::new(accel, 0, memory, options)?;
+    ring.push(&Entry::store64(Place::Bus(address + 8), 0x1122_3344_5566_7788))?;
+    ring.push(&Entry::fence())?;
+    let last = ring.push(&Entry::poll_geq(Place::Bus(address + 16), 1))?;
+    ring.doorbell()?;
+    ring.wait_with(last - 1, TIMEOUT, || host.load64(0))?;
+    check("a ring stores to host memory", host.load64(8)? == 0x1122_3344_5566_7788)?;
+    host.write(16, &[1, 0, 0, 0])?;
+    ring.wait_with(last, TIMEOUT, || host.load64(0))?;
+    let after = accel.counters()?;
+    let moved = |counter| after.get(counter) - before.get(counter);
+    check(
+        "polls of host memory are counted apart",
+        moved(Counter::HostRead) == 0 && moved(Counter::PollHostRead) >= 4 && moved(Counter::HostWritten) == 8 + 3 * 8,
+    )
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -128,6 +245,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     accel.fft(8 << 20, 8 << 20, 1024, Direction::Forward, TIMEOUT)?;
     println!("     8 MiB of 1024-point FFTs in {:?}", start.elapsed());
 
+    rings(&accel, &memory)?;
     let counters = accel.counters()?;
     check("no host memory traffic so far", counters.host_bytes() == 0)?;
 
@@ -169,6 +287,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         "host memory traffic is counted exactly",
         counters.get(Counter::HostRead) == len && counters.get(Counter::HostWritten) == len,
     )?;
+    ring_with_host_memory(&accel, &memory, &buffer)?;
+    let counters = accel.counters()?;
 
     if let Some(peer) = peer {
         const LEN: u64 = 64 << 10;

@@ -4,7 +4,7 @@
 //! completion.
 //!
 //! Several programs can use one accelerator: each submission holds a lock on the register file of the device. The
-//! counters belong to the device, so they include the commands of other programs.
+//! counters belong to the device, so they include the commands of other programs. A [`Ring`] belongs to one program.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -19,6 +19,8 @@
 //! # }
 //! ```
 
+mod ring;
+
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -28,6 +30,8 @@ use rustix::fs::FlockOperation;
 
 use crate::sys::{Mapping, OutOfBounds};
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
+
+pub use ring::{EntryResult, Report, Ring, RingMemory, RingOptions};
 
 /// Bus master enable bit of the PCI command register.
 const BUS_MASTER: u8 = 1 << 2;
@@ -60,6 +64,25 @@ pub enum Error {
     /// The command queue of the device is full.
     #[error("the command queue of the accelerator is full")]
     QueueFull,
+    /// The device has no ring with this number.
+    #[error("the accelerator has no ring {0}")]
+    NoRing(u32),
+    /// Another program uses the ring, or a program left it running.
+    #[error("ring {0} is in use: take another one, or disable it if its program has ended")]
+    RingBusy(u32),
+    /// All entries of the ring wait for the device.
+    #[error("ring {0} is full: wait for an entry")]
+    RingFull(u32),
+    /// The ring stopped at an entry.
+    #[error("ring {ring} stopped at entry {index}: {status}")]
+    RingStopped {
+        /// Number of the ring.
+        ring: u32,
+        /// Index of the entry that failed.
+        index: u32,
+        /// Status of the entry.
+        status: Status,
+    },
     /// A command did not complete in time, or another program held the lock too long.
     #[error("{0} did not complete within {1:?}")]
     Timeout(&'static str, Duration),
@@ -480,6 +503,15 @@ impl DeviceMemory {
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), Error> {
         Ok(self.map.write(offset, data)?)
     }
+
+    /// Loads the little-endian u64 at `offset`, a multiple of 8, with one access.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn load64(&self, offset: u64) -> Result<u64, Error> {
+        Ok(self.map.load64(offset)?)
+    }
 }
 
 /// Locked memory of this process with known physical addresses. For DMA without an IOMMU, where bus addresses are
@@ -555,6 +587,15 @@ impl HostBuffer {
         Ok(self.map.read(offset, data)?)
     }
 
+    /// Loads the little-endian u64 at `offset`, a multiple of 8, with one access.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`].
+    pub fn load64(&self, offset: u64) -> Result<u64, Error> {
+        Ok(self.map.load64(offset)?)
+    }
+
     /// Copies `data` to the buffer.
     ///
     /// # Errors
@@ -570,7 +611,7 @@ mod tests {
     use super::*;
 
     /// Creates a copy of the sysfs layout with one device and these register values.
-    fn devices(vendor: &str, registers: &[(u64, u32)]) -> tempfile::TempDir {
+    pub(super) fn devices(vendor: &str, registers: &[(u64, u32)]) -> tempfile::TempDir {
         let devices = tempfile::tempdir().unwrap();
         let folder = devices.path().join("0000:01:00.0");
         std::fs::create_dir(&folder).unwrap();

@@ -16,12 +16,16 @@
 //! completion, the command's entry in the result table ([`result_entry`]) holds the sequence number, a [`Status`] and a
 //! result, and [`reg::COMPLETED`] holds the sequence number.
 //!
+//! Operations can also be queued in memory: a [`ring`] of entries in BAR2, which the device executes without a register
+//! access per entry. There are [`ring::COUNT`] rings, and they run concurrently.
+//!
 //! With the feature `std`, module `driver` is a user-space driver that accesses the device through sysfs.
 
 #![cfg_attr(not(feature = "std"), no_std)]
 
 #[cfg(feature = "std")]
 pub mod driver;
+pub mod ring;
 #[cfg(feature = "std")]
 mod sys;
 
@@ -48,7 +52,7 @@ pub const MSIX_VECTORS: u16 = 4;
 /// Value of [`reg::ID`]: the bytes `P2PA`.
 pub const ID: u32 = u32::from_le_bytes(*b"P2PA");
 /// Value of [`reg::VERSION`]: version of this map, incremented on each incompatible change.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Maximum number of pending commands, and number of entries of the result table. A power of two.
 pub const QUEUE_DEPTH: u32 = 64;
@@ -58,6 +62,16 @@ pub const FFT_POINTS: core::ops::RangeInclusive<u64> = 2..=1 << 20;
 
 /// Maximum length of a DMA transfer in bytes.
 pub const DMA_MAX: u64 = 1 << 30;
+
+/// Maximum length of [`Op::CopyBlock`] in bytes.
+pub const BLOCK_MAX: u64 = 64 << 10;
+
+/// Bytes that [`Op::Timestamp`] writes: u64 nanoseconds since the device was created, u64 argument.
+pub const TIMESTAMP_SIZE: u64 = 16;
+
+/// Time limit of a poll in a command that was submitted by registers, in microseconds. Rings have their own
+/// ([`ring::reg::POLL_LIMIT`]).
+pub const COMMAND_POLL_LIMIT: u32 = 1_000_000;
 
 /// Offsets of the registers in BAR0.
 pub mod reg {
@@ -81,6 +95,8 @@ pub mod reg {
     pub const COMPLETED: u64 = 0x024;
     /// u32, read-only: number of doorbells refused because [`super::QUEUE_DEPTH`] commands were pending.
     pub const REFUSED: u64 = 0x028;
+    /// u32, read-only: number of rings, [`super::ring::COUNT`].
+    pub const RING_COUNT: u64 = 0x02c;
 
     /// u32, read-write: operation of the next command ([`super::Op`]).
     pub const OP: u64 = 0x100;
@@ -102,6 +118,9 @@ pub mod reg {
 
     /// First entry of the result table: [`super::QUEUE_DEPTH`] entries of [`super::RESULT_SIZE`] bytes, read-only.
     pub const RESULTS: u64 = 0x1000;
+
+    /// Registers of the first ring; see [`super::ring::register`].
+    pub const RINGS: u64 = 0x2000;
 }
 
 /// Size of an entry in the result table: u32 sequence number, u32 [`Status`], u64 result.
@@ -116,24 +135,32 @@ pub const fn result_entry(seq: u32) -> u64 {
 pub mod control {
     /// Enables interrupts. A command raises one if it sets [`super::flags::INTERRUPT`].
     pub const INTERRUPTS: u32 = 1 << 0;
-    /// Writing 1 aborts every pending command with [`super::Status::Aborted`]. Reads as 0. Memory and counters keep
-    /// their contents.
+    /// Writing 1 aborts every pending command with [`super::Status::Aborted`], and stops every running ring with this
+    /// status. Reads as 0. Memory and counters keep their contents.
     pub const ABORT: u32 = 1 << 1;
 }
 
-/// Bits of [`reg::FLAGS`].
+/// Bits of [`reg::FLAGS`], and of the flags of a ring's entry.
 pub mod flags {
-    /// FFT: inverse transform.
+    /// [`super::Op::Fft`]: inverse transform.
     pub const INVERSE: u32 = 1 << 0;
     /// Raise an interrupt on completion, on the vector in bits 15..8.
     pub const INTERRUPT: u32 = 1 << 1;
+    /// [`super::reg::OFFSET`] is a bus address.
+    pub const BUS: u32 = 1 << 2;
+    /// [`super::Op::CopyBlock`]: the argument is a bus address.
+    pub const SOURCE_BUS: u32 = 1 << 3;
+    /// Entries of a ring only: write the result to BAR2.
+    pub const RESULT: u32 = 1 << 4;
     /// Shift of the interrupt vector.
     pub const VECTOR_SHIFT: u32 = 8;
-    /// Mask of all defined bits.
-    pub const KNOWN: u32 = INVERSE | INTERRUPT | (0xff << VECTOR_SHIFT);
+    /// Mask of the interrupt vector.
+    pub const VECTOR: u32 = 0xff << VECTOR_SHIFT;
 }
 
-/// Operations, as written to [`reg::OP`]. The "range" is [`reg::LENGTH`] bytes at [`reg::OFFSET`] in BAR2.
+/// Operations, as written to [`reg::OP`] or to an entry of a ring. The "range" is [`reg::LENGTH`] bytes at
+/// [`reg::OFFSET`] in BAR2. The "place" is the address at [`reg::OFFSET`]: an offset in BAR2, or a bus address if
+/// [`flags::BUS`] is set. Fields that an operation does not use are ignored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
@@ -158,11 +185,32 @@ pub enum Op {
     DmaIn = 8,
     /// DMA from the range to the bus address in the argument.
     DmaOut = 9,
+    /// Makes all earlier stores of the same ring visible, to the host and to other devices, before any later one.
+    Fence = 10,
+    /// Stores the low 32 bits of the argument to the place, little-endian, as one access of 4 bytes. The place must be
+    /// aligned to 4 bytes, and the high half of the argument must be 0.
+    Store32 = 11,
+    /// Stores the argument to the place, little-endian, as one access of 8 bytes. The place must be aligned to 8 bytes.
+    Store64 = 12,
+    /// Copies LENGTH bytes, at most [`BLOCK_MAX`], to the place, from the offset in BAR2 or (with
+    /// [`flags::SOURCE_BUS`]) the bus address in the argument. The device reads all bytes before it writes the first.
+    CopyBlock = 13,
+    /// Waits until `word & value != 0`. `word` is the little-endian u32 at the place, which must be aligned to 4 bytes;
+    /// `value` is the low half of the argument, and the high half must be 0. The result is the word. Fails with
+    /// [`Status::TimedOut`] if the condition does not become true within the poll limit.
+    PollAnd = 14,
+    /// As [`Op::PollAnd`], until `word | value` has a bit that is 0.
+    PollNor = 15,
+    /// As [`Op::PollAnd`], until `word - value`, as a signed 32-bit number that wraps around, is 0 or positive.
+    PollGeq = 16,
+    /// Writes the device's clock and the argument to the range of [`TIMESTAMP_SIZE`] bytes at OFFSET, which must be
+    /// aligned to 8 bytes. The result is the clock.
+    Timestamp = 17,
 }
 
 impl Op {
     /// All operations.
-    pub const ALL: [Op; 9] = [
+    pub const ALL: [Op; 17] = [
         Op::Nop,
         Op::Fill,
         Op::Pattern,
@@ -172,6 +220,14 @@ impl Op {
         Op::AddF32,
         Op::DmaIn,
         Op::DmaOut,
+        Op::Fence,
+        Op::Store32,
+        Op::Store64,
+        Op::CopyBlock,
+        Op::PollAnd,
+        Op::PollNor,
+        Op::PollGeq,
+        Op::Timestamp,
     ];
 
     /// Converts a value of [`reg::OP`].
@@ -182,6 +238,27 @@ impl Op {
     /// Returns the value of [`reg::FEATURES`].
     pub fn features() -> u32 {
         Op::ALL.into_iter().fold(0, |bits, op| bits | (1 << op as u32))
+    }
+
+    /// Returns the flags that the operation accepts, wherever it is submitted.
+    pub const fn flags(self) -> u32 {
+        let own = match self {
+            Op::Fft => flags::INVERSE,
+            Op::Store32 | Op::Store64 | Op::PollAnd | Op::PollNor | Op::PollGeq => flags::BUS,
+            Op::CopyBlock => flags::BUS | flags::SOURCE_BUS,
+            _ => 0,
+        };
+        own | flags::INTERRUPT | flags::VECTOR
+    }
+
+    /// Returns whether the condition of a poll is true for the word in memory. `None` if the operation is no poll.
+    pub const fn is_true(self, word: u32, value: u32) -> Option<bool> {
+        match self {
+            Op::PollAnd => Some(word & value != 0),
+            Op::PollNor => Some(word | value != u32::MAX),
+            Op::PollGeq => Some(word.wrapping_sub(value) as i32 >= 0),
+            _ => None,
+        }
     }
 }
 
@@ -211,11 +288,16 @@ pub enum Status {
     Timeout = 10,
     /// Aborted by [`control::ABORT`] or by a reset.
     Aborted = 11,
+    /// The condition of a poll did not become true within the poll limit.
+    TimedOut = 12,
+    /// The settings of a ring are invalid, or its producer index is more than the number of entries ahead of the
+    /// consumer index.
+    BadRing = 13,
 }
 
 impl Status {
     /// All statuses.
-    pub const ALL: [Status; 11] = [
+    pub const ALL: [Status; 13] = [
         Status::Ok,
         Status::BadOperation,
         Status::BadRange,
@@ -227,6 +309,8 @@ impl Status {
         Status::Denied,
         Status::Timeout,
         Status::Aborted,
+        Status::TimedOut,
+        Status::BadRing,
     ];
 
     /// Converts a status of the result table.
@@ -249,6 +333,8 @@ impl core::fmt::Display for Status {
             Status::Denied => "the DMA mapping does not permit the access",
             Status::Timeout => "timeout: no reply to the DMA access",
             Status::Aborted => "the command was aborted",
+            Status::TimedOut => "the condition of the poll did not become true within the time limit",
+            Status::BadRing => "the ring's settings or its producer index are invalid",
         })
     }
 }
@@ -289,17 +375,38 @@ pub enum Counter {
     RegisterWrites,
     /// Ignored register accesses: unknown offset, wrong width or alignment.
     RegisterBad,
-    /// Commands completed with [`Status::Ok`].
+    /// Commands, submitted by registers, completed with [`Status::Ok`].
     CommandsOk,
-    /// Commands completed with another status.
+    /// Commands, submitted by registers, completed with another status.
     CommandsFailed,
     /// Interrupts raised.
     Interrupts,
+    /// Entries of rings completed with [`Status::Ok`].
+    RingEntries,
+    /// Rings that stopped with an error.
+    RingErrors,
+    /// Stores executed ([`Op::Store32`], [`Op::Store64`]).
+    Stores,
+    /// Polls whose condition became true.
+    Polls,
+    /// Reads of polls that found the condition false.
+    PollRetries,
+    /// Bytes of guest memory read by polls. Not in [`Counter::HostRead`].
+    PollHostRead,
+    /// Bytes of peers' mapped memory read by polls. Not in [`Counter::PeerRead`].
+    PollPeerRead,
+    /// Bytes read by polls by messages. Not in [`Counter::MessageRead`].
+    PollMessageRead,
+    /// Bytes of BAR2 read as entries of rings, and by polls. Reads of polls that found the condition false are not
+    /// included.
+    ControlRead,
+    /// Bytes of BAR2 written by stores, timestamps, and as results and reports of rings.
+    ControlWritten,
 }
 
 impl Counter {
     /// All counters in order, with their JSON keys.
-    pub const ALL: [(Counter, &'static str); 18] = [
+    pub const ALL: [(Counter, &'static str); 28] = [
         (Counter::ComputeRead, "compute_read"),
         (Counter::ComputeWritten, "compute_written"),
         (Counter::EngineRead, "engine_read"),
@@ -318,6 +425,16 @@ impl Counter {
         (Counter::CommandsOk, "commands_ok"),
         (Counter::CommandsFailed, "commands_failed"),
         (Counter::Interrupts, "interrupts"),
+        (Counter::RingEntries, "ring_entries"),
+        (Counter::RingErrors, "ring_errors"),
+        (Counter::Stores, "stores"),
+        (Counter::Polls, "polls"),
+        (Counter::PollRetries, "poll_retries"),
+        (Counter::PollHostRead, "poll_host_read"),
+        (Counter::PollPeerRead, "poll_peer_read"),
+        (Counter::PollMessageRead, "poll_message_read"),
+        (Counter::ControlRead, "control_read"),
+        (Counter::ControlWritten, "control_written"),
     ];
 
     /// Number of counters.
@@ -343,7 +460,8 @@ pub const fn pattern_word(seed: u64, index: u64) -> u64 {
 const _: () = {
     assert!(Counter::COUNT as u64 * 8 + reg::COUNTERS <= reg::COUNTERS_RESET);
     assert!(reg::COUNTERS_RESET + 4 <= reg::RESULTS);
-    assert!(reg::RESULTS + QUEUE_DEPTH as u64 * RESULT_SIZE <= BAR0_SIZE);
+    assert!(reg::RESULTS + QUEUE_DEPTH as u64 * RESULT_SIZE <= reg::RINGS);
+    assert!(ring::register(ring::COUNT, 0) <= BAR0_SIZE);
     assert!(QUEUE_DEPTH.is_power_of_two());
     assert!(MSIX_TABLE + MSIX_VECTORS as u32 * 16 <= MSIX_PBA);
     assert!((MSIX_PBA as u64) < BAR4_SIZE);
@@ -368,9 +486,76 @@ mod tests {
             assert_eq!(Status::from_u32(status as u32), Some(status));
         }
         assert_eq!(Op::from_u32(0), None);
-        assert_eq!(Op::from_u32(10), None);
+        assert_eq!(Op::from_u32(18), None);
         assert_eq!(Status::from_u32(0), None);
-        assert_eq!(Status::from_u32(12), None);
+        assert_eq!(Status::from_u32(14), None);
+    }
+
+    #[test]
+    fn only_operations_with_a_place_accept_bus_addresses() {
+        let accepting = |flag| Op::ALL.into_iter().filter(move |op| op.flags() & flag != 0);
+        let with_place = [
+            Op::Store32,
+            Op::Store64,
+            Op::CopyBlock,
+            Op::PollAnd,
+            Op::PollNor,
+            Op::PollGeq,
+        ];
+        assert!(accepting(flags::BUS).eq(with_place));
+        assert!(accepting(flags::SOURCE_BUS).eq([Op::CopyBlock]));
+        assert!(accepting(flags::INVERSE).eq([Op::Fft]));
+        assert_eq!(accepting(flags::INTERRUPT).count(), Op::ALL.len());
+        assert_eq!(accepting(flags::RESULT).count(), 0);
+    }
+
+    #[test]
+    fn polls_compare_bits_and_wrapping_order() {
+        for (op, word, value, expected) in [
+            (Op::PollAnd, 0x10, 0x30, true),
+            (Op::PollAnd, 0xcf, 0x30, false),
+            (Op::PollAnd, u32::MAX, 0, false),
+            (Op::PollNor, u32::MAX, 0, false),
+            (Op::PollNor, 0x7fff_ffff, 0, true),
+            (Op::PollNor, 0x7fff_ffff, 0x8000_0000, false),
+            (Op::PollNor, 0, u32::MAX, false),
+            (Op::PollGeq, 5, 5, true),
+            (Op::PollGeq, 4, 5, false),
+            (Op::PollGeq, 3, u32::MAX, true),
+            (Op::PollGeq, u32::MAX, 3, false),
+            (Op::PollGeq, 0x8000_0004, 5, true),
+            (Op::PollGeq, 0x8000_0005, 5, false),
+        ] {
+            assert_eq!(op.is_true(word, value), Some(expected), "{op:?} {word:#x} {value:#x}");
+        }
+        assert_eq!(Op::Fill.is_true(1, 1), None);
+    }
+
+    /// The last dword of an mlx5 CQE has the opcode in bits 31..28 and the owner bit in bit 24, in the byte order of
+    /// memory. Two polls in a row find out whether the CQE is valid, whatever the buffer held before.
+    #[test]
+    fn polls_find_completions_of_mlx5() {
+        const OWNER: u32 = u32::from_le_bytes([0, 0, 0, 1]);
+        const OPCODE: u32 = u32::from_le_bytes([0, 0, 0, 0xf0]);
+        for byte in 0..=u8::MAX {
+            for rest in [0, 0x00ab_cdef, 0x00ff_ffff] {
+                let word = u32::from_le_bytes([0, 0, 0, byte]) | rest;
+                for lap in 0..4 {
+                    let owner = if lap % 2 == 1 {
+                        Op::PollAnd.is_true(word, OWNER)
+                    } else {
+                        Op::PollNor.is_true(word, !OWNER)
+                    };
+                    let opcode = Op::PollNor.is_true(word, !OPCODE);
+                    let valid = byte & 1 == lap % 2 && byte >> 4 != 0xf;
+                    assert_eq!(
+                        owner.zip(opcode).map(|(a, b)| a && b),
+                        Some(valid),
+                        "{byte:#x} in lap {lap}"
+                    );
+                }
+            }
+        }
     }
 
     #[test]

@@ -3,34 +3,42 @@
 //! Model of an accelerator: memory behind a BAR, compute operations on the memory, a DMA engine, and counters of every
 //! byte moved.
 //!
-//! Crate `p2pmem-accel-regs` defines the registers. The thread that serves the emulator answers register accesses. A
-//! worker thread executes commands in order; register accesses do not wait for the worker.
+//! Crate `p2pmem-accel-regs` defines the registers. The thread that serves the emulator answers register accesses. One
+//! worker thread executes the commands that registers submit, and one per ring the entries of the ring, each in order.
+//! Register accesses do not wait for the workers.
 
 // Compile and run the README's example as a doctest.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
+mod backoff;
 mod counters;
 mod engine;
+mod port;
 mod queue;
+mod ring;
 
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use p2pmem_accel_regs as regs;
-use p2pmem_accel_regs::{Counter, reg};
+use p2pmem_accel_regs::{Counter, Status, control, reg};
 use p2pmem_vfio_user::{
-    BarKind, Bus, ConfigBuilder, ConfigSpace, Device, Health, LinkSpeed, Memory, Moved, Peers, Region, Worker,
+    BarKind, Bus, ConfigBuilder, ConfigSpace, Device, DmaCounts, Health, LinkSpeed, Memory, Moved, Peers, Raised,
+    Region, Worker,
 };
 use serde::Serialize;
-use tracing::error;
+use tracing::{debug, error};
 
 pub use counters::Counters;
+use port::Port;
 use queue::{Command, Queue};
+use ring::Ring;
+pub use ring::RingState;
 
-/// Maximum time a reset waits for the aborted command.
+/// Maximum time a reset waits for the aborted operations.
 const RESET_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Configuration of an accelerator.
@@ -72,15 +80,22 @@ pub struct State {
     pub pending: u32,
     /// Whether the driver has enabled interrupts.
     pub interrupts_enabled: bool,
+    /// The rings.
+    pub rings: [RingState; regs::ring::COUNT as usize],
 }
 
-/// State that the serving thread, the worker, and callers outside of the guest share.
+/// State that the serving thread, the workers, and callers outside of the guest share.
 #[derive(Debug)]
 pub struct Shared {
     bus: Bus,
     memory: Arc<Memory>,
     counters: Counters,
     queue: Queue,
+    /// DMA of the commands of `queue`.
+    port: Port,
+    rings: [Ring; regs::ring::COUNT as usize],
+    /// When the device was created; its clock starts at 0.
+    start: Instant,
     /// Bus address of BAR2; 0 if memory decoding is disabled.
     bar2: AtomicU64,
 }
@@ -88,18 +103,74 @@ pub struct Shared {
 impl Shared {
     /// Returns all counters, in the order of [`Counter::ALL`].
     pub fn counters(&self) -> [u64; Counter::COUNT] {
-        self.counters.snapshot(&self.bus.dma.counts())
+        // Polls first: every access of a poll is counted by the bus before it is counted as one of a poll.
+        let polls = self.ports().map(|port| port.polls.counts());
+        let polls = polls.fold(DmaCounts::default(), |sum, one| DmaCounts {
+            host_read: sum.host_read + one.host_read,
+            peer_read: sum.peer_read + one.peer_read,
+            message_read: sum.message_read + one.message_read,
+            ..sum
+        });
+        self.counters.snapshot(&polls, &self.bus.dma.counts())
+    }
+
+    /// DMA of all sources of operations.
+    fn ports(&self) -> impl Iterator<Item = &Port> {
+        std::iter::once(&self.port).chain(self.rings.iter().map(Ring::port))
     }
 
     /// Sets all counters to 0.
     pub fn reset_counters(&self) {
         self.counters.reset();
         self.bus.dma.reset_counts();
+        self.ports().for_each(Port::reset_counts);
     }
 
-    /// Returns the bytes that the DMA engine moved, by name of the DMA target.
+    /// Returns the bytes that the DMA engine moved, by name of the DMA target. Reads by polls are not included.
     pub fn moved(&self) -> BTreeMap<String, Moved> {
-        self.bus.dma.by_target()
+        let polls: Vec<_> = self.ports().map(|port| port.polls.by_target()).collect();
+        let mut moved = self.bus.dma.by_target();
+        for (name, read) in polls.into_iter().flatten() {
+            if let Some(target) = moved.get_mut(&name) {
+                target.read = target.read.saturating_sub(read.read);
+            }
+        }
+        moved
+    }
+
+    /// Returns the device's clock in nanoseconds.
+    fn clock(&self) -> u64 {
+        // Not truncated for 500 years.
+        self.start.elapsed().as_nanos() as u64
+    }
+
+    /// Writes to BAR2, for an operation that is no computation and moves no payload.
+    fn store_control(&self, offset: u64, data: &[u8]) -> Result<(), Status> {
+        self.memory.write(offset, data).map_err(|_| Status::BadRange)?;
+        self.counters.add(Counter::ControlWritten, data.len() as u64);
+        Ok(())
+    }
+
+    /// Raises an interrupt on the vector in the low 8 bits of `vector`.
+    fn interrupt(&self, vector: u32) {
+        match self.bus.irqs.raise((vector & 0xff) as u16) {
+            Raised::Delivered | Raised::Latched => self.counters.add(Counter::Interrupts, 1),
+            Raised::Dropped | Raised::NoVector => debug!(vector, "interrupt not delivered"),
+        }
+    }
+
+    /// Raises an interrupt if the driver has enabled interrupts.
+    fn interrupt_if_enabled(&self, vector: u32) {
+        if self.queue.control() & control::INTERRUPTS != 0 {
+            self.interrupt(vector);
+        }
+    }
+
+    /// Aborts all commands, and stops all rings.
+    fn abort(&self) {
+        self.queue.abort();
+        self.rings.iter().for_each(Ring::abort);
+        self.bus.dma.abort();
     }
 
     /// Returns the memory behind BAR2.
@@ -118,11 +189,12 @@ impl Shared {
             completed,
             pending: self.queue.pending(),
             interrupts_enabled: self.queue.control() != 0,
+            rings: std::array::from_fn(|i| self.rings[i].state()),
         }
     }
 }
 
-/// The accelerator as a device of the emulator. Dropping it ends its worker.
+/// The accelerator as a device of the emulator. Dropping it ends its workers.
 #[derive(Debug)]
 pub struct Accel {
     shared: Arc<Shared>,
@@ -132,7 +204,9 @@ pub struct Accel {
     msix: Region,
     /// Current values of the command registers.
     next: Command,
-    worker: Worker,
+    /// The worker of the commands, and those of the rings.
+    workers: Vec<Worker>,
+    health: Health,
 }
 
 impl Accel {
@@ -182,21 +256,34 @@ impl Accel {
             memory: Arc::clone(&memory),
             counters: Counters::default(),
             queue: Queue::default(),
+            port: Port::new(&bus.dma),
+            rings: std::array::from_fn(|_| Ring::new(&bus.dma)),
+            start: Instant::now(),
             bar2: AtomicU64::new(0),
         });
-        let worker = Worker::spawn("worker", bus, {
-            let shared = Arc::clone(&shared);
-            move || engine::run(&shared)
-        })?;
-        Ok(Self {
-            shared,
+        let health = Health::default();
+        let mut accel = Self {
+            shared: Arc::clone(&shared),
             config,
             registers: Region::registers(regs::BAR0_SIZE),
             bar2: Region::memory(memory),
             msix: Region::registers(regs::BAR4_SIZE),
             next: Command::default(),
-            worker,
-        })
+            workers: Vec::new(),
+            health: health.clone(),
+        };
+        // If a thread cannot be created, dropping the accelerator ends those that were.
+        for ring in 0..=regs::ring::COUNT as usize {
+            let shared = Arc::clone(&shared);
+            let worker = match ring.checked_sub(1) {
+                None => Worker::spawn_with("worker", bus.clone(), health.clone(), move || queue::run(&shared)),
+                Some(ring) => Worker::spawn_with(&format!("ring{ring}"), bus.clone(), health.clone(), move || {
+                    ring::run(&shared, &shared.rings[ring]);
+                }),
+            };
+            accel.workers.push(worker?);
+        }
+        Ok(accel)
     }
 
     /// Returns the state that callers may access while the device is served.
@@ -204,9 +291,19 @@ impl Accel {
         Arc::clone(&self.shared)
     }
 
-    /// Returns a handle that reports whether the worker runs.
+    /// Returns a handle that reports whether the workers run.
     pub fn health(&self) -> Health {
-        self.worker.health()
+        self.health.clone()
+    }
+
+    /// Returns the ring of a register in BAR0, and the register's offset among those of the ring.
+    fn ring(&self, offset: u64) -> Option<(&Ring, u64)> {
+        let offset = offset.checked_sub(reg::RINGS)?;
+        let ring = self
+            .shared
+            .rings
+            .get(usize::try_from(offset / regs::ring::STRIDE).ok()?)?;
+        Some((ring, offset % regs::ring::STRIDE))
     }
 
     /// Returns the 8 bytes of registers at `offset`, a multiple of 8. `None` if the offset is unknown.
@@ -222,7 +319,7 @@ impl Accel {
                 let (submitted, completed) = queue.sequence();
                 pair(submitted, completed)
             }
-            reg::REFUSED => pair(queue.refused(), 0),
+            reg::REFUSED => pair(queue.refused(), regs::ring::COUNT),
             reg::OP => pair(self.next.op, self.next.flags),
             reg::OFFSET => self.next.offset,
             reg::LENGTH => self.next.length,
@@ -239,7 +336,10 @@ impl Accel {
                     result.value
                 }
             }
-            _ => return None,
+            _ => {
+                let (ring, register) = self.ring(offset)?;
+                ring.read64(register)?
+            }
         })
     }
 
@@ -253,9 +353,8 @@ impl Accel {
         match offset {
             reg::CONTROL => {
                 self.shared.queue.set_control(value);
-                if value & regs::control::ABORT != 0 {
-                    self.shared.queue.abort();
-                    self.shared.bus.dma.abort();
+                if value & control::ABORT != 0 {
+                    self.shared.abort();
                 }
             }
             reg::OP => self.next.op = value,
@@ -268,7 +367,12 @@ impl Accel {
             _ if offset == reg::ARGUMENT + HIGH => half(&mut self.next.argument, true, value),
             reg::DOORBELL => self.shared.queue.submit(self.next),
             reg::COUNTERS_RESET => self.shared.reset_counters(),
-            _ => return false,
+            _ => {
+                return match self.ring(offset) {
+                    Some((ring, register)) => ring.write32(register, value, self.shared.memory.len()),
+                    None => false,
+                };
+            }
         }
         true
     }
@@ -328,15 +432,23 @@ impl Device for Accel {
     }
 
     fn reset(&mut self) {
-        self.shared.queue.abort();
-        self.shared.bus.dma.abort();
-        if !self.shared.queue.wait_idle(RESET_TIMEOUT) {
+        self.shared.abort();
+        let end = Instant::now() + RESET_TIMEOUT;
+        let left = || end.saturating_duration_since(Instant::now());
+        let idle = self.shared.queue.wait_idle(left());
+        if !self
+            .shared
+            .rings
+            .iter()
+            .fold(idle, |idle, ring| ring.wait_idle(left()) && idle)
+        {
             error!(
-                "the worker did not complete the aborted command within {} s of a reset",
+                "the workers did not complete the aborted operations within {} s of a reset",
                 RESET_TIMEOUT.as_secs()
             );
         }
         self.shared.queue.reset();
+        self.shared.rings.iter().for_each(Ring::reset);
         self.next = Command::default();
         self.shared.bar2.store(0, Ordering::Relaxed);
     }
@@ -366,9 +478,9 @@ impl Device for Accel {
 
 impl Drop for Accel {
     fn drop(&mut self) {
-        self.shared.queue.abort();
-        self.shared.bus.dma.abort();
+        self.shared.abort();
         self.shared.queue.stop();
-        self.worker.join();
+        self.shared.rings.iter().for_each(Ring::stop);
+        self.workers.iter_mut().for_each(Worker::join);
     }
 }

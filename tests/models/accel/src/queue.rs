@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Command queue: waiting commands, the running command, and the results of the last commands.
+//! Command queue: waiting commands, the running command, and the results of the last commands. A worker takes commands
+//! from the queue and has them executed.
 //!
 //! Internal command numbers are 64-bit and continue across resets. The registers show the lower 32 bits of the number
 //! since the last reset. Commands with a number up to `aborted` stop before their next chunk.
@@ -10,9 +11,41 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use p2pmem_accel_regs::{QUEUE_DEPTH, Status, control};
+use p2pmem_accel_regs::{COMMAND_POLL_LIMIT, Counter, QUEUE_DEPTH, Status, control, flags};
+use tracing::debug;
 
-/// A command: values of the command registers at the doorbell.
+use super::Shared;
+use super::backoff::set_precise_sleeps;
+use super::engine::{Executor, Job};
+
+/// Executes commands until the queue is stopped.
+pub(super) fn run(shared: &Shared) {
+    set_precise_sleeps();
+    let mut executor = Executor::new(shared);
+    while let Some((number, command, port)) = shared.queue.take(|| shared.port.pinned()) {
+        let job = Job {
+            port: &port,
+            poll_limit: Duration::from_micros(COMMAND_POLL_LIMIT.into()),
+            aborted: &|| shared.queue.is_aborted(number),
+        };
+        let (status, value) = match executor.execute(&job, &command) {
+            Ok(value) => (Status::Ok, value),
+            Err(status) => (status, 0),
+        };
+        debug!(number, ?command, %status, value, "command completed");
+        let counter = if status == Status::Ok {
+            Counter::CommandsOk
+        } else {
+            Counter::CommandsFailed
+        };
+        shared.counters.add(counter, 1);
+        if shared.queue.finish(number, status, value) && command.flags & flags::INTERRUPT != 0 {
+            shared.interrupt(command.flags >> flags::VECTOR_SHIFT);
+        }
+    }
+}
+
+/// A command: values of the command registers at the doorbell, or of an entry of a ring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Command {
     pub(super) op: u32,

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the accelerator over vfio-user: registers, commands, errors, DMA, interrupts, counters.
+//! Tests of the accelerator over vfio-user: registers, commands, errors, DMA, interrupts, counters, rings.
+
+#[path = "accel/rings.rs"]
+mod rings;
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -13,7 +16,7 @@ use num_complex::Complex64;
 use p2pmem_accel::{Accel, Settings, Shared};
 use p2pmem_accel_regs::{
     BAR0_SIZE, Counter, ID, MSIX_VECTORS, Op, QUEUE_DEPTH, Status, VERSION, control, flags, pattern_word, reg,
-    result_entry,
+    result_entry, ring,
 };
 use p2pmem_proptest::config;
 use p2pmem_vfio_user::client::Client;
@@ -33,11 +36,14 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        let mut accel = Accel::new(Settings {
+        let settings = Settings {
             memory: SIZE,
             ..Settings::default()
-        })
-        .unwrap();
+        };
+        Self::serve(Accel::new(settings).unwrap())
+    }
+
+    fn serve(mut accel: Accel) -> Self {
         let shared = accel.shared();
         let (theirs, ours) = UnixStream::pair().unwrap();
         let server = std::thread::spawn(move || serve(ours, &mut accel).is_ok());
@@ -103,6 +109,17 @@ impl Bench {
         data
     }
 
+    /// Gives the first two vectors eventfds, and enables MSI-X.
+    fn vectors(&mut self) -> Vec<OwnedFd> {
+        let fds: Vec<OwnedFd> = (0..2).map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap()).collect();
+        self.client().arm(0, &fds).unwrap();
+        // MSI-X is the third capability, at 0x84, after power management and PCIe.
+        let at = 0x84;
+        assert_eq!(self.client().read32(CONFIG_REGION, at).unwrap() & 0xff, 0x11);
+        self.client().write(CONFIG_REGION, at + 2, &[0, 0x80]).unwrap();
+        fds
+    }
+
     fn enable_dma(&mut self) {
         self.client().write(CONFIG_REGION, 4, &[6, 0]).unwrap();
     }
@@ -114,6 +131,16 @@ impl Drop for Bench {
         let good = self.server.take().unwrap().join();
         assert!(std::thread::panicking() || good.unwrap(), "`serve` failed");
     }
+}
+
+/// Waits for an interrupt, and returns how often it was raised since the last call.
+fn interrupts(fd: &OwnedFd) -> u64 {
+    let mut poll = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
+    let timeout = rustix::event::Timespec { tv_sec: 60, tv_nsec: 0 };
+    assert_eq!(rustix::event::poll(&mut poll, Some(&timeout)).unwrap(), 1);
+    let mut value = [0; 8];
+    rustix::io::read(fd, &mut value).unwrap();
+    u64::from_ne_bytes(value)
 }
 
 #[test]
@@ -128,6 +155,7 @@ fn identification_registers() {
     );
     assert_eq!(client.read64(0, reg::MEMORY_SIZE).unwrap(), SIZE);
     assert_eq!(client.read32(0, reg::FEATURES).unwrap(), Op::features());
+    assert_eq!(client.read32(0, reg::RING_COUNT).unwrap(), ring::COUNT);
     assert_eq!(client.read32(CONFIG_REGION, 0).unwrap(), 0xa2c1_1234);
     assert_eq!(client.read32(CONFIG_REGION, 8).unwrap() >> 8, 0x12_0000);
     let (info, _, fds) = client.region_info(2).unwrap();
@@ -280,6 +308,8 @@ fn invalid_parameters_end_with_error_status() {
         (99, 0, Status::BadOperation),
         (u32::MAX, 0, Status::BadOperation),
         (Op::Nop as u32, 1 << 31, Status::BadOperation),
+        (Op::Nop as u32, flags::RESULT, Status::BadOperation),
+        (Op::Fill as u32, flags::BUS, Status::BadOperation),
         (Op::Fill as u32, flags::INVERSE, Status::BadOperation),
         (
             Op::Nop as u32,
@@ -290,7 +320,7 @@ fn invalid_parameters_end_with_error_status() {
         let seq = bench.submit(op, flags, 0, 8, 0);
         assert_eq!(bench.wait(seq).0, status, "{op} {flags:#x}");
     }
-    assert_eq!(bench.counter(Counter::CommandsFailed), 25);
+    assert_eq!(bench.counter(Counter::CommandsFailed), 27);
     assert_eq!(bench.counter(Counter::ComputeWritten), 0);
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
 }
@@ -351,12 +381,7 @@ fn dma_bytes_are_counted_by_target() {
 #[test]
 fn interrupt_is_raised_only_if_requested() {
     let mut bench = Bench::new();
-    let fds: Vec<OwnedFd> = (0..2).map(|_| eventfd(0, EventfdFlags::NONBLOCK).unwrap()).collect();
-    bench.client().arm(0, &fds).unwrap();
-    // MSI-X is the third capability, at 0x84, after power management and PCIe.
-    let at = 0x84;
-    assert_eq!(bench.client().read32(CONFIG_REGION, at).unwrap() & 0xff, 0x11);
-    bench.client().write(CONFIG_REGION, at + 2, &[0, 0x80]).unwrap();
+    let fds = bench.vectors();
     let fired = |fd: &OwnedFd| rustix::io::read(fd, &mut [0; 8]).is_ok();
     let wanted = flags::INTERRUPT | (1 << flags::VECTOR_SHIFT);
     assert_eq!(bench.run_flags(Op::Nop, wanted, 0, 0, 0).0, Status::Ok);
@@ -367,13 +392,8 @@ fn interrupt_is_raised_only_if_requested() {
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
     assert_eq!(bench.run_flags(Op::Nop, wanted, 0, 0, 0).0, Status::Ok);
     // The interrupt follows the result, so wait for it.
-    let mut poll = [rustix::event::PollFd::new(&fds[1], rustix::event::PollFlags::IN)];
-    let timeout = rustix::event::Timespec { tv_sec: 20, tv_nsec: 0 };
-    assert_eq!(rustix::event::poll(&mut poll, Some(&timeout)).unwrap(), 1);
-    let mut value = [0; 8];
-    rustix::io::read(&fds[1], &mut value).unwrap();
     assert_eq!(
-        u64::from_ne_bytes(value),
+        interrupts(&fds[1]),
         1,
         "only the command with flag INTERRUPT while interrupts are enabled"
     );
@@ -488,7 +508,7 @@ proptest! {
     /// Each command with arbitrary values gets a result, and the device keeps working.
     #[test]
     fn arbitrary_command_completes(
-        op in 0_u32..12,
+        op in 0_u32..20,
         flags in prop_oneof![Just(0_u32), Just(1), any::<u32>()],
         offset in prop_oneof![0..2 * SIZE, any::<u64>()],
         length in prop_oneof![0_u64..70_000, any::<u64>()],
