@@ -54,6 +54,7 @@ mod rdma_programs;
 mod rdma_stale;
 mod rdma_user;
 mod reset;
+mod rings;
 mod rules;
 mod rules_bad;
 mod rules_more;
@@ -98,6 +99,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(hostile::CASES)
         .chain(pressure::CASES)
         .chain(reset::CASES)
+        .chain(rings::CASES)
         .chain(unplug::CASES)
         .chain(place::CASES)
         .chain(bridges::CASES)
