@@ -8,14 +8,11 @@
 //! The default NIC is the first RDMA device. CUDA_VISIBLE_DEVICES selects the GPU. The kernel module p2pmem is not
 //! needed.
 
-mod sys;
-
 use std::error::Error;
 use std::process::ExitCode;
 
 use p2pmem::{human_size, Access, Client, DmaBuf, Path, PciAddr, Pd};
-
-use sys::Cuda;
+use p2pmem_cuda_sys::Cuda;
 
 /// Size of the memory: a multiple of the 64 KiB and 2 MiB pages of GPUs, so the range consists of whole pages.
 const SIZE: usize = 4 << 20;
