@@ -145,7 +145,11 @@ int cuGetErrorString(int code, const char **text) { *text = "refused"; return 0;
 int cuDeviceGet(int *device, int ordinal) { *device = 7; return ordinal; }
 int cuDeviceGetName(char *name, int len, int device) { snprintf(name, len, "Test GPU"); return device != 7; }
 int cuDeviceGetPCIBusId(char *name, int len, int device) { snprintf(name, len, "0000:03:00.0"); return device != 7; }
-int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attribute == 75 ? 9 : 1; return device != 7; }
+int cuDeviceGetAttribute(int *value, int attribute, int device)
+{
+	*value = attribute == 75 ? 9 : attribute == 122 || attribute == 123;
+	return device != 7;
+}
 int cuDevicePrimaryCtxRetain(void **c, int device) { *c = &context; live++; return 0; }
 int cuDevicePrimaryCtxRelease_v2(int device) { printf("left: %d\n", --live); fflush(stdout); return 0; }
 int cuCtxSetCurrent(void *c) { return c != &context; }
