@@ -2,16 +2,14 @@
 
 //! Tests of the adapter from the driver's side: commands, queues, events, payload, errors, resets.
 
-#[path = "nic/driver.rs"]
-mod driver;
 #[path = "nic/inflight.rs"]
 mod inflight;
 
 use std::os::fd::OwnedFd;
 
-use driver::{Driver, ENTRIES, LOG_ENTRIES, RAM, Refused, data, ended, remote, until};
 use p2pmem_ib::{Fabric, Topology};
 use p2pmem_mlx5::layout::{constants, ifc, op, wire};
+use p2pmem_mlx5_driver::{self as driver, Driver, ENTRIES, LOG_ENTRIES, RAM, Refused, data, ended, remote, until};
 
 const RC: u32 = constants::MLX5_QP_ST_RC;
 const UD: u32 = constants::MLX5_QP_ST_UD;
@@ -37,25 +35,6 @@ fn adapter() -> Driver {
     let mut driver = Driver::new("nic", GUID, &fabric());
     driver.init();
     driver
-}
-
-fn lid(driver: &mut Driver) -> u16 {
-    use ifc::*;
-    let out = driver
-        .run(
-            op::QUERY_HCA_VPORT_CONTEXT,
-            query_hca_vport_context_in::BYTES,
-            query_hca_vport_context_out::BYTES,
-            |_| {},
-        )
-        .unwrap();
-    let context = query_hca_vport_context_out::HCA_VPORT_CONTEXT.of(&out);
-    assert_eq!(
-        hca_vport_context::VPORT_STATE.get(context),
-        4,
-        "the port must be active"
-    );
-    hca_vport_context::LID.get(context) as u16
 }
 
 fn raised(interrupt: &OwnedFd) -> bool {
@@ -90,7 +69,7 @@ fn initialisation_and_command_errors() {
     assert_eq!(ifc::cmd_hca_cap::LOG_MAX_QP.get(caps), 16);
     // Unsupported capability type.
     assert_eq!(query(&mut driver, 1 | (4 << 1)), Err(Refused::Status(BAD_PARAMETER)));
-    assert!(lid(&mut driver) >= 2);
+    assert!(driver.lid() >= 2);
     // Unknown opcodes are refused and counted.
     let unknown = driver.run(op::CREATE_TIR, 512, 64, |_| {});
     assert_eq!(unknown, Err(Refused::Status(BAD_OPCODE)));
@@ -212,7 +191,7 @@ fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
     let events = driver.event_queue(1, &[]);
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
     let qp = driver.queue_pair(RC, &cq, |_| {});
-    let lid = lid(driver);
+    let lid = driver.lid();
     driver.connect(&qp, lid, qp.number);
     (events, cq, qp)
 }
@@ -325,7 +304,7 @@ fn errors_have_their_syndrome() {
     let key = driver.key;
     let from = driver.alloc(4096);
     let events = driver.event_queue(1, &[]);
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     let flushed = constants::MLX5_CQE_SYNDROME_WR_FLUSH_ERR;
     for (local, far, expected) in [
         (key ^ 1, key, constants::MLX5_CQE_SYNDROME_LOCAL_PROT_ERR),
@@ -396,7 +375,7 @@ fn malformed_wqes_are_errors() {
     let fatal = constants::MLX5_EVENT_TYPE_WQ_CATAS_ERROR;
     let mut events = driver.event_queue(2, &[fatal]);
     let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     let mut qp = driver.queue_pair(RC, &cq, |context| ifc::qpc::DBR_ADDR.set(context, 0x1000_u64));
     driver.connect(&qp, lid, qp.number);
     driver.send(&mut qp, constants::MLX5_OPCODE_NOP, 0, &[]);
@@ -482,7 +461,7 @@ fn cq_overrun_raises_cq_error() {
     let error = constants::MLX5_EVENT_TYPE_CQ_ERROR;
     let mut events = driver.event_queue(1, &[error]);
     let cq = driver.completion_queue(events.number, 2, |_| {});
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     let mut qp = driver.queue_pair(RC, &cq, |_| {});
     driver.connect(&qp, lid, qp.number);
     for _ in 0..5 {
@@ -559,7 +538,7 @@ fn cq_is_resized() {
 #[test]
 fn cq_resize_below_content_is_rejected() {
     let mut driver = adapter();
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     let events = driver.event_queue(1, &[]);
     let buffer = driver.alloc(4096);
     // Work that is posted before MODIFY_CQ counts, even if the adapter has not fetched it yet.
@@ -598,7 +577,7 @@ fn datagram_is_delivered() {
     let events = driver.event_queue(1, &[]);
     let mut cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
     let mut qp = driver.queue_pair(UD, &cq, |_| {});
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     driver.connect(&qp, lid, 0);
     let (key, at) = (driver.key, driver.alloc(8192));
     driver.write(at, b"datagram");
@@ -682,7 +661,7 @@ fn srq_receives_and_raises_limit_event() {
         })
         .unwrap();
     let mut qp = driver.queue_pair_of_shared(&cq, srqn);
-    let lid = lid(&mut driver);
+    let lid = driver.lid();
     driver.connect(&qp, lid, qp.number);
     for (n, index) in [0_u64, 63, 62].into_iter().enumerate() {
         assert_eq!(driver.event(&mut events), None);
@@ -712,7 +691,7 @@ fn adapters_exchange_data_and_survive_link_flap() {
     let mut b = Driver::new("b", GUID + 16, &fabric);
     a.init();
     b.init();
-    let (lid_a, lid_b) = (lid(&mut a), lid(&mut b));
+    let (lid_a, lid_b) = (a.lid(), b.lid());
     assert_ne!(lid_a, lid_b);
     let port = constants::MLX5_EVENT_TYPE_PORT_CHANGE;
     let mut events = a.event_queue(1, &[port]);

@@ -7,8 +7,8 @@
 use p2pmem_mlx5::HoldRequest;
 use p2pmem_mlx5::layout::{constants, ifc, op, wire};
 
-use super::driver::{Driver, Qp, Refused, Ring, data, ended, remote, until};
-use super::{adapter, lid, loopback, pattern};
+use p2pmem_mlx5_driver::{Driver, Qp, Refused, Ring, data, ended, remote, until};
+use super::{adapter, loopback, pattern};
 
 /// Length of a transfer: one packet, so that the adapter writes it at once.
 const LEN: usize = 1 << 10;
@@ -119,7 +119,7 @@ impl HeldWrite {
         let events = driver.event_queue(2, &[]);
         let cq = driver.completion_queue(events.number, super::LOG_ENTRIES, |_| {});
         let qp = driver.queue_pair(constants::MLX5_QP_ST_REG_UMR, &cq, |_| {});
-        let lid = lid(driver);
+        let lid = driver.lid();
         driver.connect(&qp, lid, qp.number);
         (cq, qp)
     }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A minimal driver without a kernel: shared memory, commands, queues, doorbells.
+//! A minimal driver of the ConnectX model without a kernel: shared memory, commands, queues, doorbells.
+//!
+//! All functions panic if the adapter does not answer within two minutes.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -24,6 +26,7 @@ const QUEUE: u64 = RAM;
 const TOKEN: u8 = 0x5a;
 /// Number of entries of most queues.
 pub const LOG_ENTRIES: u32 = 6;
+/// See [`LOG_ENTRIES`].
 pub const ENTRIES: u32 = 1 << LOG_ENTRIES;
 const CQE: u64 = wire::cqe64::BYTES as u64;
 const EQE: u64 = wire::eqe::BYTES as u64;
@@ -41,11 +44,16 @@ pub enum Refused {
 pub struct Driver {
     client: Option<Client>,
     server: Option<JoinHandle<bool>>,
+    /// Observes the adapter from outside.
     pub handle: Handle,
+    /// The shared memory, at the bus address [`RAM`].
     pub ram: Memory,
     free: u64,
+    /// Event files of the interrupt vectors.
     pub interrupts: Vec<OwnedFd>,
+    /// Index of the UAR, a page of BAR0.
     pub uar: u32,
+    /// Number of the protection domain.
     pub pd: u32,
     /// An mkey of all memory, in access mode PA.
     pub key: u32,
@@ -54,21 +62,28 @@ pub struct Driver {
 /// Driver's side of an EQ or CQ.
 #[derive(Clone, Debug)]
 pub struct Ring {
+    /// Number of the queue.
     pub number: u32,
-    buffer: u64,
+    /// Address of the entries.
+    pub buffer: u64,
     log_entries: u32,
+    /// Index of the next entry.
     pub next: u32,
+    /// Address of the doorbell record; 0 for an EQ.
     pub record: u64,
 }
 
 /// Driver's side of a QP.
 #[derive(Clone, Debug)]
 pub struct Qp {
+    /// Number of the QP.
     pub number: u32,
-    buffer: u64,
+    /// Address of the queues.
+    pub buffer: u64,
     /// Address of the send queue: after the receive queue, if the QP has one.
     pub send_buffer: u64,
-    record: u64,
+    /// Address of the doorbell record.
+    pub record: u64,
     sent: u32,
     received: u32,
 }
@@ -139,24 +154,29 @@ impl Driver {
         self.write_register(0x14, QUEUE as u32);
     }
 
+    /// The connection to the adapter, in place of QEMU.
     pub fn client(&mut self) -> &mut Client {
         self.client.as_mut().unwrap()
     }
 
+    /// Reads a register.
     pub fn register(&mut self, offset: u64) -> u32 {
         self.client().read32(0, offset).unwrap().swap_bytes()
     }
 
+    /// Writes a register.
     pub fn write_register(&mut self, offset: u64, value: u32) {
         self.client().write(0, offset, &value.to_be_bytes()).unwrap();
     }
 
+    /// Reads shared memory at a bus address.
     pub fn read(&self, address: u64, len: usize) -> Vec<u8> {
         let mut data = vec![0; len];
         self.ram.read(address - RAM, &mut data).unwrap();
         data
     }
 
+    /// Writes shared memory at a bus address.
     pub fn write(&self, address: u64, data: &[u8]) {
         self.ram.write(address - RAM, data).unwrap();
     }
@@ -259,6 +279,20 @@ impl Driver {
         let out = self.run(op::ALLOC_PD, alloc_pd_in::BYTES, alloc_pd_out::BYTES, |_| {});
         self.pd = alloc_pd_out::PD.get32(&out.unwrap());
         self.key = self.physical_key(self.pd);
+    }
+
+    /// Returns the LID of the port, which must be active.
+    pub fn lid(&mut self) -> u16 {
+        use ifc::*;
+        let (input, output) = (query_hca_vport_context_in::BYTES, query_hca_vport_context_out::BYTES);
+        let out = self.run(op::QUERY_HCA_VPORT_CONTEXT, input, output, |_| {}).unwrap();
+        let context = query_hca_vport_context_out::HCA_VPORT_CONTEXT.of(&out);
+        assert_eq!(
+            hca_vport_context::VPORT_STATE.get(context),
+            4,
+            "the port must be active"
+        );
+        hca_vport_context::LID.get(context) as u16
     }
 
     /// Creates an mkey of all memory with all rights.
