@@ -56,17 +56,8 @@ impl Failure {
 
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
-        let errno = error.errno().unwrap_or(match error {
-            Error::Client { .. } => libc::ENODEV,
-            Error::Verbs(_) => libc::ENOSYS,
-            Error::NotSupported { .. } => libc::EOPNOTSUPP,
-            Error::Unavailable { .. } => libc::ENODEV,
-            Error::Abi { .. } => libc::EPROTO,
-            Error::Request(_) | Error::DmaBuf { .. } | Error::OutOfBounds { .. } => libc::EINVAL,
-            _ => libc::EIO,
-        });
         Self {
-            errno,
+            errno: error.errno_or_nearest(),
             text: error.to_string(),
             remedy: error.remedy(),
         }

@@ -5,7 +5,7 @@
 use std::os::fd::{AsFd, AsRawFd};
 use std::path::PathBuf;
 
-use p2pmem::{FileRule, DEFAULT_PATH};
+use p2pmem::{Backend, FileRule};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -16,7 +16,10 @@ use crate::events::Events;
 use crate::held::Held;
 use crate::request::RequestArguments;
 
-/// An open ``/dev/p2pmem``.
+/// An open ``/dev/p2pmem``. Without the module, memory that a driver published, or BARs of devices that are bound to vfio-pci.
+///
+/// ``backend`` selects one of them: ``module``, ``sysfs``, or ``vfio``. ``path`` is another file of the module's device. An
+/// operation that the backend does not support raises ``UnsupportedError``.
 ///
 /// Use a device in a ``with`` statement, or close it. Buffers keep the device open. Several threads may use a device. After a
 /// fork, the child opens a device of its own: calls of the parent's device and buffers raise in the child, and the child's end
@@ -52,12 +55,26 @@ fn file_rule(rule: &Bound<'_, PyAny>) -> PyResult<FileRule> {
 #[pymethods]
 impl Device {
     #[new]
-    #[pyo3(signature = (path = None))]
-    fn new(py: Python<'_>, path: Option<PathBuf>) -> PyResult<Self> {
-        let path = path.unwrap_or_else(|| DEFAULT_PATH.into());
-        py.detach(|| p2pmem::Device::open_path(path))
-            .map(Self::of)
-            .map_err(raise)
+    #[pyo3(signature = (path = None, *, backend = None))]
+    fn new(py: Python<'_>, path: Option<PathBuf>, backend: Option<&str>) -> PyResult<Self> {
+        let named = |name: &str| {
+            let found = Backend::OF_DEVICES.into_iter().find(|known| known.to_string() == name);
+            found.ok_or_else(|| PyValueError::new_err(format!("{name:?} is no backend: module, sysfs, or vfio")))
+        };
+        let backend = backend.map(named).transpose()?;
+        let opened = py.detach(|| match (path, backend) {
+            (Some(path), None | Some(Backend::Module)) => Ok(p2pmem::Device::open_path(path)),
+            (Some(_), Some(_)) => Err(PyValueError::new_err("only the backend module has a path")),
+            (None, Some(backend)) => Ok(p2pmem::Device::open_backend(backend)),
+            (None, None) => Ok(p2pmem::Device::open()),
+        });
+        opened?.map(Self::of).map_err(raise)
+    }
+
+    /// The interface that provides the memory: ``module``, ``sysfs``, or ``vfio``.
+    #[getter]
+    fn backend(&self) -> PyResult<String> {
+        Ok(self.held.get()?.backend().to_string())
     }
 
     /// Returns version, features, and totals of the module.

@@ -11,16 +11,6 @@ use pythonize::pythonize;
 
 /// Converts an error to an exception of the class in `p2pmem._errors` that has its kind.
 pub(crate) fn raise(error: Error) -> PyErr {
-    let errno = error.errno().unwrap_or(match error {
-        Error::Client { .. } => libc::ENODEV,
-        Error::Verbs(_) => libc::ENOSYS,
-        Error::Abi { .. } => libc::EPROTO,
-        Error::Request(_) | Error::DmaBuf { .. } | Error::OutOfBounds { .. } | Error::NotDirect => libc::EINVAL,
-        Error::Missing(_) => libc::ENOENT,
-        Error::Exists(_) => libc::EEXIST,
-        Error::Bound { .. } => libc::EBUSY,
-        _ => libc::EIO,
-    });
     exception(|py| {
         let details = PyDict::new(py);
         details.set_item("reason", error.reason())?;
@@ -28,7 +18,12 @@ pub(crate) fn raise(error: Error) -> PyErr {
         if let Error::NoSpace { full, .. } = &error {
             details.set_item("full", pythonize(py, full)?)?;
         }
-        make(&pythonize(py, &error.kind())?, errno, &error.to_string(), &details)
+        make(
+            &pythonize(py, &error.kind())?,
+            error.errno_or_nearest(),
+            &error.to_string(),
+            &details,
+        )
     })
 }
 

@@ -9,7 +9,7 @@ import pickle
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import p2pmem
 import pytest
@@ -22,7 +22,7 @@ from conftest import DRIVE, NIC
 @pytest.mark.skipif(os.path.exists("/dev/p2pmem"), reason="the module is loaded")
 def test_a_missing_module_has_a_remedy() -> None:
     with pytest.raises(p2pmem.ModuleMissingError) as caught:
-        p2pmem.Device()
+        p2pmem.Device(backend="module")
     error = caught.value
     assert (error.errno, error.kind) == (errno.ENOENT, "module-missing")
     assert str(error) == "cannot open /dev/p2pmem: No such file or directory (ENOENT)"
@@ -31,6 +31,32 @@ def test_a_missing_module_has_a_remedy() -> None:
     if hasattr(error, "add_note"):
         shown = "".join(traceback.format_exception(error)).splitlines()
         assert shown[-2:] == [f"p2pmem.ModuleMissingError: {error}", f"remedy: {error.remedy}"]
+
+
+def test_backends_are_selected_by_name(tmp_path: Path) -> None:
+    for backend in ("driver", "", "Sysfs"):
+        with pytest.raises(ValueError, match="is no backend"):
+            p2pmem.Device(backend=backend)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="only the backend module has a path"):
+        p2pmem.Device(tmp_path, backend="sysfs")
+    assert Fake.example().device().backend == "module"
+
+
+@pytest.mark.skipif(os.path.exists("/dev/p2pmem"), reason="the module is loaded")
+def test_a_missing_backend_has_a_reason_and_a_remedy() -> None:
+    # A machine may have memory for one of the backends, but hardly for both.
+    errors: list[p2pmem.Error] = []
+    backends: tuple[Literal["sysfs"], Literal["vfio"]] = ("sysfs", "vfio")
+    for backend in backends:
+        try:
+            p2pmem.Device(backend=backend).close()
+        except p2pmem.Error as error:
+            errors.append(error)
+    assert errors
+    for refused in errors:
+        assert type(refused) in (p2pmem.BackendUnavailableError, p2pmem.PermissionDeniedError)
+        assert refused.remedy and str(refused)
+        assert refused.kind != "backend-unavailable" or refused.errno == errno.ENODEV
 
 
 def test_other_files_are_no_devices(tmp_path: Path) -> None:
@@ -78,7 +104,7 @@ def test_classes_are_those_of_python_too() -> None:
     assert issubclass(p2pmem.NotFoundError, FileNotFoundError)
     assert issubclass(p2pmem.AlreadyExistsError, FileExistsError)
     kinds = {getattr(p2pmem, name).kind for name in p2pmem.__all__ if name.endswith("Error")}
-    assert len(kinds) == 18 and "other" in kinds
+    assert len(kinds) == 19 and "other" in kinds
 
 
 def test_no_space_names_the_full_providers_and_their_holders(fake: Fake, device: p2pmem.Device) -> None:

@@ -49,4 +49,5 @@ def test_without_the_module(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / name), *([__file__, DRIVE] if name == "near_nvme.py" else [])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
-    assert done.stderr == "cannot open /dev/p2pmem: No such file or directory (ENOENT)\nload the module: modprobe p2pmem\n"
+    assert done.stderr.startswith("cannot open /dev/p2pmem: No such file or directory (ENOENT)")
+    assert "\nload the module: modprobe p2pmem" in done.stderr

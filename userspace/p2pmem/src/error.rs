@@ -429,6 +429,26 @@ impl Error {
         }
     }
 
+    /// Returns an errno, positive, for interfaces that need one: that of the error, or the one that says best what failed.
+    ///
+    /// ```
+    /// let error = p2pmem::Client::resolve("no-such-device").unwrap_err();
+    /// assert_eq!((error.errno(), error.errno_or_nearest()), (None, 19));
+    /// ```
+    pub fn errno_or_nearest(&self) -> i32 {
+        self.errno().unwrap_or(match self {
+            Self::Client { .. } | Self::Unavailable { .. } => libc::ENODEV,
+            Self::Verbs(_) => libc::ENOSYS,
+            Self::NotSupported { .. } => libc::EOPNOTSUPP,
+            Self::Abi { .. } => libc::EPROTO,
+            Self::Request(_) | Self::DmaBuf { .. } | Self::OutOfBounds { .. } | Self::NotDirect => libc::EINVAL,
+            Self::Missing(_) => libc::ENOENT,
+            Self::Exists(_) => libc::EEXIST,
+            Self::Bound { .. } => libc::EBUSY,
+            _ => libc::EIO,
+        })
+    }
+
     /// Returns the module's message, if any.
     pub fn reason(&self) -> Option<&str> {
         match self {

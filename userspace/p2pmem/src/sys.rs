@@ -28,7 +28,7 @@ use p2pmem_access_sys as access;
 use p2pmem_sys as abi;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::fs::OFlags;
-use rustix::io::Errno;
+use rustix::io::{retry_on_intr, Errno};
 use rustix::ioctl::{ioctl, Updater};
 use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
@@ -182,16 +182,13 @@ impl CharDevice {
                 "the ioctl's argument is another structure"
             )
         };
-        loop {
+        retry_on_intr(|| {
             // SAFETY: the kernel reads and writes size_of::<T>() bytes at `argument`, because the assertion above ties
             // the number to the type. The caller guarantees the addresses in it. All structures are plain integers, so
             // any bytes that the kernel writes are valid.
-            let result = unsafe { ioctl(&self.0, Updater::<NUMBER, T>::new(argument)) };
-            match result {
-                Err(Errno::INTR) => {}
-                result => return Ok(result?),
-            }
-        }
+            unsafe { ioctl(&self.0, Updater::<NUMBER, T>::new(argument)) }
+        })?;
+        Ok(())
     }
 }
 

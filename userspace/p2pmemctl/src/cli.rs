@@ -203,8 +203,8 @@ pub struct TopoArgs {
     pub device: Option<String>,
 
     /// Write a drawing of the machine to this file, or to standard output (-).
-    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["device", "list", "output",
-          "noheadings", "bytes"])]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with_all = ["device", "list", "rescan",
+          "output", "noheadings", "bytes"])]
     pub svg: Option<PathBuf>,
 
     /// Print one path a line instead of the matrix. --output implies this.

@@ -14,7 +14,7 @@ use clap::{Command, CommandFactory};
 use clap_complete::engine::{ArgValueCompleter, CompletionCandidate};
 use clap_complete::env::{self, CompleteEnv, EnvCompleter, Shells};
 use p2pmem::admin::Admin;
-use p2pmem::inventory::Inventory;
+use p2pmem::inventory::{DmaClient, Inventory};
 use p2pmem::rules::{RuleState, Rules};
 use p2pmem::{devices_in, short_size, CandidateDevice, Event, PathClass, PciDevice, Provider, Verdict};
 
@@ -163,19 +163,10 @@ const VALUES: &[(&[&str], &str, Candidates)] = &[
     (&["list"], OUTPUT, |_| columns::<Provider>()),
     (&["topo"], OUTPUT, |_| columns::<topo::PathRow>()),
     (&["rules", "list"], OUTPUT, |_| columns::<RuleState>()),
-    (&["explain"], OUTPUT, |_| {
-        let (mut all, other) = (columns::<Verdict>(), columns::<CandidateDevice>());
-        let is_new = |value: &CompletionCandidate| {
-            table::names::<Verdict>()
-                .iter()
-                .all(|(name, _)| value.get_value() != *name)
-        };
-        all.extend(other.into_iter().filter(is_new));
-        all
-    }),
+    (&["explain"], OUTPUT, |_| columns_of_both::<Verdict, CandidateDevice>()),
     (&["stats"], OUTPUT, |_| columns::<list::OneStats>()),
     (&["events"], OUTPUT, |_| columns::<Event>()),
-    (&["scan"], OUTPUT, |_| columns::<scan::SourceRow>()),
+    (&["scan"], OUTPUT, |_| columns_of_both::<scan::SourceRow, DmaClient>()),
     (&["doctor"], "pair", |machine| {
         let mut all = nics(machine);
         all.extend(memory_devices(machine));
@@ -232,6 +223,15 @@ fn classes() -> Vec<CompletionCandidate> {
 fn columns<R: Row>() -> Vec<CompletionCandidate> {
     let all = table::names::<R>().into_iter();
     all.map(|(name, about)| candidate(name, about.to_owned())).collect()
+}
+
+/// The columns of a command with two tables, of which an option selects one. A column of both tables is there once.
+fn columns_of_both<First: Row, Second: Row>() -> Vec<CompletionCandidate> {
+    let (mut all, other) = (columns::<First>(), columns::<Second>());
+    let first = table::names::<First>();
+    let is_new = |value: &CompletionCandidate| first.iter().all(|(name, _)| value.get_value() != *name);
+    all.extend(other.into_iter().filter(is_new));
+    all
 }
 
 /// The providers, if this user may list them.

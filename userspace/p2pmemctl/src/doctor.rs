@@ -172,7 +172,7 @@ fn examine(machine: &Environment) -> Vec<Check> {
     checks.push(paths::iommu(machine));
     checks.push(paths::acs(machine, &devices));
     checks.push(paths::bars(&memory_devices));
-    checks.extend(memory::of_drivers(machine, &memory_devices));
+    checks.extend(memory::of_drivers(&memory_devices));
     checks.extend(rdma::rdma(machine));
     checks
 }

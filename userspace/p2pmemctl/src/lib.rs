@@ -132,6 +132,13 @@ fn report(context: &mut Context<'_>, error: &anyhow::Error) {
     let known = known.or(advised.map(|advised| &advised.error));
     let remedy = advised.map(|advised| advised.remedy);
     let remedy = remedy.or_else(|| known.and_then(p2pmem::Error::remedy));
+    let missing = known.is_some_and(|error| error.kind() == p2pmem::ErrorKind::ModuleMissing);
+    // A kernel that is too old for the module cannot load it.
+    let release = doctor::needed_release(context.environment).filter(|_| missing);
+    let remedy = remedy.map(|remedy| match release {
+        Some((major, minor)) => format!("boot Linux {major}.{minor} or later, then {remedy}"),
+        None => remedy.to_owned(),
+    });
     let text = format!("{error:#}");
     if context.json {
         let value = serde_json::json!({

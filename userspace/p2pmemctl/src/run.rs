@@ -15,7 +15,7 @@ use std::process::Command;
 use anyhow::{bail, Context as _};
 use clap::Args;
 use nix::errno::Errno;
-use p2pmem::{Client, Device, Provider, Request};
+use p2pmem::{Client, Device, Request};
 use p2pmem_near::{NEAR, REPORT};
 
 use crate::environment::json_text;
@@ -29,7 +29,7 @@ mod summary;
 
 use program::CannotExecute;
 use shim::Shim;
-use summary::{Counters, Summary};
+use summary::{Counters, Providers, Summary};
 
 /// Exit code if this command fails, and not the command that it runs.
 const FAILED: u8 = 125;
@@ -100,7 +100,8 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
     let status = child::run(&mut command).map_err(|error| CannotExecute::from_io(&program, error))?;
 
     let summary = counters.read().map(|snapshot| {
-        let providers = with_later(context, providers);
+        let now = context.open().and_then(|device| Ok(device.providers()?)).ok();
+        let providers = Providers { before: providers, now };
         Summary::new(&snapshot, name, clients, &providers, status)
     });
     let code = child::exit_code(status);
@@ -116,17 +117,6 @@ fn run_command(context: &mut Context<'_>, args: &RunArgs) -> anyhow::Result<u8> 
         }
         Err(error) => Err(error),
     }
-}
-
-/// Adds providers that were added while the command ran.
-fn with_later(context: &Context<'_>, mut providers: Vec<Provider>) -> Vec<Provider> {
-    let later = context.open().and_then(|device| Ok(device.providers()?));
-    for provider in later.unwrap_or_default() {
-        if providers.iter().all(|known| known.id != provider.id) {
-            providers.push(provider);
-        }
-    }
-    providers
 }
 
 /// Prints the summary on standard error, and writes it to the report.

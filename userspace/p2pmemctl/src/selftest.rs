@@ -247,8 +247,8 @@ fn transfer(mapping: &Mapping, rdma: &mut dyn RdmaAccess) -> TransferReport {
                 (first..).take(step.min(half - at) / 8).map(mixed).collect()
             };
             for at in (0..half).step_by(step) {
-                mapping.copy_from_slice(source + at, &words(at, salt))?;
-                mapping.copy_from_slice(target + at, &words(at, salt + 2))?;
+                store(mapping, source + at, &words(at, salt))?;
+                store(mapping, target + at, &words(at, salt + 2))?;
             }
             mapping.flush();
             for at in (0..half).step_by(step) {
@@ -261,7 +261,7 @@ fn transfer(mapping: &Mapping, rdma: &mut dyn RdmaAccess) -> TransferReport {
             for at in (0..half).step_by(step) {
                 let expected = words(at, salt);
                 let mut seen = vec![0; expected.len()];
-                mapping.copy_to_slice(target + at, &mut seen)?;
+                load(mapping, target + at, &mut seen)?;
                 for (i, _) in expected
                     .iter()
                     .zip(&seen)
@@ -278,6 +278,16 @@ fn transfer(mapping: &Mapping, rdma: &mut dyn RdmaAccess) -> TransferReport {
     };
     report.error = run().err().map(|error| error.to_string());
     report
+}
+
+/// Writes words to the memory. If the provider is removed meanwhile, returns an error instead of SIGBUS.
+fn store(mapping: &Mapping, at: usize, words: &[u64]) -> p2pmem::Result<()> {
+    mapping.try_copy_from_slice(at, bytemuck::cast_slice(words))
+}
+
+/// Reads words from the memory. If the provider is removed meanwhile, returns an error instead of SIGBUS.
+fn load(mapping: &Mapping, at: usize, words: &mut [u64]) -> p2pmem::Result<()> {
+    mapping.try_copy_to_slice(at, bytemuck::cast_slice_mut(words))
 }
 
 /// The finaliser of SplitMix64: each bit of the index changes about half of the bits of the word.
@@ -310,7 +320,7 @@ fn test(
     let start = Instant::now();
     for (at, n) in steps() {
         expected(at, &mut words[..n]);
-        mapping.copy_from_slice(at, &words[..n])?;
+        store(mapping, at, &words[..n])?;
         bar.inc(8 * n as u64);
     }
     mapping.flush();
@@ -321,7 +331,7 @@ fn test(
     let (mut wrong_words, mut first_wrong) = (0, None);
     for (at, n) in steps() {
         expected(at, &mut words[..n]);
-        mapping.copy_to_slice(at, &mut back[..n])?;
+        load(mapping, at, &mut back[..n])?;
         for (i, _) in words[..n]
             .iter()
             .zip(&back[..n])

@@ -15,6 +15,7 @@ use ratatui::widgets::{Cell, Paragraph, Row, Table};
 use ratatui::Frame;
 
 use crate::cli::TopArgs;
+use crate::list::NO_PROVIDERS;
 use crate::{Context, Outcome};
 
 /// Width of the bar that shows the used part of a provider.
@@ -100,8 +101,7 @@ impl Samples {
         .areas(frame.area());
         frame.render_widget(self.title(), title);
         if self.now.providers.is_empty() {
-            let text = "There are no providers. Make one: p2pmemctl publish DEVICE";
-            frame.render_widget(Paragraph::new(text), providers);
+            frame.render_widget(Paragraph::new(NO_PROVIDERS), providers);
         } else {
             frame.render_widget(self.providers(), providers);
         }

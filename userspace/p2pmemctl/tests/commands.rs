@@ -689,7 +689,15 @@ Clients:
     };
     put_release("7.2.0\n");
     assert_eq!(machine.run_all(&["topo", "mlx5_0"]).2, ADVICE);
+    let remedy = || machine.run_all(&["explain", "1M"]).2;
+    assert!(remedy().contains("remedy: load the module"), "{}", remedy());
     put_release("6.18.4\n");
+    // This kernel cannot load the module.
+    assert!(
+        remedy().contains("remedy: boot Linux 7.2 or later, then load the module"),
+        "{}",
+        remedy()
+    );
     let advice = machine.run_all(&["topo", "mlx5_0"]).2;
     assert!(
         advice.contains("boot Linux 7.2 or later, and load the module"),

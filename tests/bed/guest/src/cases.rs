@@ -32,6 +32,7 @@ mod broadcast;
 mod busy;
 mod dmabuf;
 mod dmabuf_end;
+mod doctor;
 mod faults;
 mod faults_load;
 mod good;
@@ -111,6 +112,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(rdma_stale::CASES)
         .chain(rdma_hold::CASES)
         .chain(rdma_programs::CASES)
+        .chain(doctor::CASES)
         .chain(near::CASES)
         .chain(rules::CASES)
         .chain(rules_bad::CASES)

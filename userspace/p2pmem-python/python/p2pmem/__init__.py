@@ -23,6 +23,7 @@ Every failure of the library raises an ``Error``, an ``OSError`` whose ``remedy`
 
 from ._errors import (
     AlreadyExistsError,
+    BackendUnavailableError,
     BusyError,
     DeniedByRuleError,
     DirectIOError,
@@ -60,6 +61,7 @@ from ._types import (
 
 __all__ = [
     "AlreadyExistsError",
+    "BackendUnavailableError",
     "Buffer",
     "BufferInfo",
     "BusyError",

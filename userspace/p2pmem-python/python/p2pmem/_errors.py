@@ -51,6 +51,12 @@ class ModuleMissingError(Error):
     kind = "module-missing"
 
 
+class BackendUnavailableError(Error):
+    """A backend other than the module has no memory that this program can use."""
+
+    kind = "backend-unavailable"
+
+
 class IncompatibleError(Error):
     """Module, libraries, and this package are of versions that do not work together."""
 
@@ -151,6 +157,7 @@ _BY_KIND: dict[str, type[Error]] = {
     error.kind: error
     for error in (
         ModuleMissingError,
+        BackendUnavailableError,
         IncompatibleError,
         PermissionDeniedError,
         DeniedByRuleError,

@@ -38,6 +38,7 @@ _BytesLike = Union[_BufferProtocol, _Array]
 _Descriptor = Union[int, _HasFileno]
 _File = Union[str, os.PathLike[str], _Descriptor]
 _Near = Union[Client, str, Iterable[Union[Client, str]]]
+_Backend = Literal["module", "sysfs", "vfio"]
 _Strategy = Literal["nearest", "upstream", "spread", "pack"]
 
 @final
@@ -145,7 +146,11 @@ class Events(_Closing):
 
 @final
 class Device(_Closing):
-    def __new__(cls, path: str | os.PathLike[str] | None = None) -> Self: ...
+    def __new__(
+        cls, path: str | os.PathLike[str] | None = None, *, backend: _Backend | None = None
+    ) -> Self: ...
+    @property
+    def backend(self) -> _Backend: ...
     def info(self) -> Info: ...
     def providers(self) -> list[Provider]: ...
     def paths(self, clients: _Near, rescan: bool = False) -> list[Path]: ...

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustix::io::Errno;
+use rustix::io::{retry_on_intr, Errno};
 use rustix::ioctl::{ioctl, opcode, Ioctl, IoctlOutput, Opcode};
 
 use super::Region;
@@ -124,13 +124,8 @@ unsafe impl<const NUMBER: u8> Ioctl for Call<NUMBER> {
 /// `argument` must be the argument of the ioctl: a number, or a pointer to memory that is valid for the kernel's reads
 /// and writes.
 unsafe fn call<const NUMBER: u8>(file: &File, argument: *mut c_void) -> io::Result<c_int> {
-    loop {
-        // SAFETY: the caller's promise.
-        match unsafe { ioctl(file, Call::<NUMBER>(argument)) } {
-            Err(Errno::INTR) => {}
-            result => return Ok(result?),
-        }
-    }
+    // SAFETY: the caller's promise.
+    Ok(retry_on_intr(|| unsafe { ioctl(file, Call::<NUMBER>(argument)) })?)
 }
 
 /// Returns the size of a structure, for its field `argsz`.

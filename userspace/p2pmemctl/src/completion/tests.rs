@@ -86,6 +86,10 @@ fn values_are_those_of_the_machine() {
         ("doctor --pair m", &["mlx5_0"]),
         ("doctor --pair mlx5_0 0", &["0000:0b:00.0"]),
         ("explain -o S", &["SIZE", "SOURCE"]),
+        ("scan -o MISS", &["MISSING"]),
+        ("scan --clients -o DM", &["DMABUF"]),
+        ("scan --clients -o +device,name", &["+DEVICE,NAMES"]),
+        ("scan -o DRI", &["DRIVER"]),
     ] {
         assert_eq!(
             complete_line(&machine, &format!("p2pmemctl {line}")),

@@ -6,7 +6,6 @@ use p2pmem::human_size;
 use p2pmem::inventory::{Availability, Backend, MemoryDevice, Source};
 
 use super::{Check, Level};
-use crate::environment::Environment;
 
 fn source(memory_device: &MemoryDevice, backend: Backend) -> Option<&Source> {
     let usable = |source: &&Source| source.backend == backend && source.availability != Availability::Unavailable;
@@ -38,34 +37,14 @@ pub(super) fn publishable(memory_devices: &[MemoryDevice]) -> Check {
 }
 
 /// Lists the interfaces of drivers that own their devices' memory, one line for each device.
-pub(super) fn of_drivers(machine: &Environment, memory_devices: &[MemoryDevice]) -> Vec<Check> {
+pub(super) fn of_drivers(memory_devices: &[MemoryDevice]) -> Vec<Check> {
     let owned = memory_devices.iter().filter_map(|memory_device| {
         let source = source(memory_device, Backend::Driver)?;
-        let state = match memory_device.device.driver.as_deref() {
-            Some("nvidia") => nvidia(machine),
-            _ => String::new(),
-        };
         Some(Check::new(
             "driver-memory",
             Level::Info,
-            format!("{}: {}{state}", memory_device.device.addr, source.detail),
+            format!("{}: {}", memory_device.device.addr, source.detail),
         ))
     });
     owned.collect()
-}
-
-/// Returns which parts of NVIDIA's driver this machine has.
-fn nvidia(machine: &Environment) -> String {
-    let version = machine.read("proc/driver/nvidia/version").unwrap_or_default();
-    let modules = match () {
-        () if version.contains("Open Kernel Module") => "the kernel modules are the open ones",
-        () if version.contains("NVRM version") => "the kernel modules are not the open ones",
-        () => "the kind of the kernel modules is unknown",
-    };
-    let peer = if machine.path("sys/module/nvidia_peermem").exists() {
-        "loaded"
-    } else {
-        "not loaded"
-    };
-    format!(" ({modules}; nvidia-peermem is {peer})")
 }

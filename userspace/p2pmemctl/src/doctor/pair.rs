@@ -5,7 +5,8 @@
 use anyhow::{bail, Context as _};
 use p2pmem::inventory::{Availability, Inventory, MemoryDevice};
 use p2pmem::{
-    human_size, path_between_in, Backend, Buffer, Client, Device, Path, PathClass, PciAddr, Provider, Request,
+    human_size, path_between_in, Backend, Buffer, BufferState, Client, Device, Path, PathClass, PciAddr, Provider,
+    Request,
 };
 use serde::Serialize;
 
@@ -15,6 +16,8 @@ use crate::environment::Environment;
 use crate::selftest::{LoopbackNic, RegistrationReport};
 use crate::Context;
 
+/// The name of the checks of the memory.
+const MEMORY: &str = "pair-memory";
 /// The most bytes of the test.
 const MOST: u64 = 1 << 20;
 
@@ -79,17 +82,19 @@ pub(super) fn measure(context: &Context<'_>, nic: &str, device: &str) -> anyhow:
     match memory(machine, opened, provider, addr)? {
         Memory::Missing(check) => checks.push(check),
         Memory::Buffer(device, buffer, place) => {
-            // The NIC is opened last, so that a machine without RDMA libraries still learns the rest.
-            let opened = LoopbackNic::open(nic)?;
-            checks.push(Check::new("pair-memory", Level::Ok, place));
+            checks.push(Check::new(MEMORY, Level::Ok, place));
             pair.backend = Some(device.backend());
             pair.bytes = Some(buffer.size());
-            let mapping = buffer.map()?;
-            let report = opened.measure(&buffer, &mapping);
-            checks.extend(of_registration(&report, addr));
-            pair.registration = Some(report);
-            drop(mapping);
-            buffer.free()?;
+            // The NIC is opened last, so that a machine without RDMA libraries still learns the rest.
+            match LoopbackNic::open(nic).and_then(|opened| Ok((opened, buffer.map()?))) {
+                Ok((opened, mapping)) => {
+                    let report = opened.measure(&buffer, &mapping);
+                    checks.extend(of_registration(&report, addr));
+                    pair.registration = Some(report);
+                }
+                Err(error) => checks.push(failed("pair-registration", &error)),
+            }
+            checks.extend(of_removal(&buffer, addr));
         }
     }
     Ok((checks, pair))
@@ -136,7 +141,7 @@ fn memory(
     }
     let device = match Device::open_backend(Backend::Vfio) {
         Ok(device) => device,
-        Err(error) => return Ok(Memory::Missing(failed(&error))),
+        Err(error) => return Ok(Memory::Missing(failed(MEMORY, &error))),
     };
     let provider = device.providers()?.into_iter().find(|provider| provider.addr == addr);
     match provider {
@@ -148,18 +153,14 @@ fn memory(
 fn allocate(device: Device, provider: &Provider) -> anyhow::Result<Memory> {
     let size = provider.largest.min(MOST);
     if size == 0 {
-        let check = Check::new(
-            "pair-memory",
-            Level::Failure,
-            format!("{} has no free memory", provider.addr),
-        );
+        let check = Check::new(MEMORY, Level::Failure, format!("{} has no free memory", provider.addr));
         return Ok(Memory::Missing(
             check.remedy("free buffers of this provider: see `p2pmemctl top`"),
         ));
     }
     let buffer = match device.alloc(&Request::new(size).provider(provider.id)) {
         Ok(buffer) => buffer,
-        Err(error) => return Ok(Memory::Missing(failed(&error))),
+        Err(error) => return Ok(Memory::Missing(failed(MEMORY, &error))),
     };
     let interface = match device.backend() {
         Backend::Module => "the module",
@@ -169,19 +170,32 @@ fn allocate(device: Device, provider: &Provider) -> anyhow::Result<Memory> {
     Ok(Memory::Buffer(device, buffer, place))
 }
 
-fn failed(error: &p2pmem::Error) -> Check {
-    let check = Check::new("pair-memory", Level::Failure, error.to_string());
+/// Returns the check for an error: its name, and the error.
+fn failed(name: &'static str, error: &p2pmem::Error) -> Check {
+    let check = Check::new(name, Level::Failure, error.to_string());
     Check {
         remedy: error.remedy().map(str::to_owned),
         ..check
     }
 }
 
+/// Returns a failed check if the provider was removed since the allocation. The other failures are then a result of this.
+fn of_removal(buffer: &Buffer, addr: PciAddr) -> Option<Check> {
+    let is_live = buffer.info().is_ok_and(|info| info.state == BufferState::Live);
+    (!is_live).then(|| {
+        Check::new(
+            MEMORY,
+            Level::Failure,
+            format!("the provider {addr} was removed during the measurement"),
+        )
+        .remedy("publish the device again, and repeat the measurement")
+    })
+}
+
 /// Returns the check of a device whose memory a NIC cannot register now, with the steps that would change this.
 fn no_memory(memory_device: Option<&MemoryDevice>, addr: PciAddr) -> Check {
-    const NAME: &str = "pair-memory";
     let Some(memory_device) = memory_device else {
-        return Check::new(NAME, Level::Failure, format!("{addr} has no memory to share"))
+        return Check::new(MEMORY, Level::Failure, format!("{addr} has no memory to share"))
             .remedy("`p2pmemctl scan` lists the devices with memory");
     };
     let steps: Vec<_> = memory_device
@@ -196,7 +210,7 @@ fn no_memory(memory_device: Option<&MemoryDevice>, addr: PciAddr) -> Check {
         .iter()
         .find(|source| source.backend == Backend::Driver && source.availability == Availability::Ready);
     let check = Check::new(
-        NAME,
+        MEMORY,
         Level::Failure,
         format!("no interface hands out memory of {addr} that a NIC can register"),
     );

@@ -2,6 +2,7 @@
 
 //! The summary of `run`: what the command took.
 
+use std::collections::BTreeSet;
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
@@ -14,6 +15,7 @@ use p2pmem::{human_size, Client, PathClass, PciAddr, Provider};
 use p2pmem_near::{Refused, Registered, Snapshot, Total, SIZE};
 use rustix::fs::{fcntl_add_seals, memfd_create, MemfdFlags, SealFlags};
 use serde::Serialize;
+use signal_hook::consts::SIGBUS;
 
 /// The file of the counters. The programs of the command open it by its path in /proc, so that they inherit no
 /// descriptor.
@@ -37,6 +39,26 @@ impl Counters {
         let mut bytes = [0; SIZE];
         self.0.read_exact_at(&mut bytes, 0)?;
         Snapshot::from_bytes(&bytes).ok_or_else(|| io::Error::other("a program has overwritten the counters"))
+    }
+}
+
+/// The providers before the command, and after its end.
+pub(super) struct Providers {
+    pub(super) before: Vec<Provider>,
+    /// `None` if the providers cannot be listed any more.
+    pub(super) now: Option<Vec<Provider>>,
+}
+
+impl Providers {
+    fn addr(&self, id: u32) -> Option<PciAddr> {
+        let mut all = self.before.iter().chain(self.now.iter().flatten());
+        all.find(|provider| provider.id == id).map(|provider| provider.addr)
+    }
+
+    /// Returns whether a provider was removed while the command ran.
+    fn was_removed(&self, id: u32) -> bool {
+        let is_there = |now: &Vec<Provider>| now.iter().any(|provider| provider.id == id);
+        self.now.as_ref().is_some_and(|now| !is_there(now))
     }
 }
 
@@ -87,6 +109,8 @@ pub(super) struct Summary {
     /// Number of programs that have loaded the shim: the command and programs that it executed.
     programs: u64,
     buffers: Vec<Buffers>,
+    /// Ids of the providers in `buffers` that were removed while the command ran.
+    removed_providers: Vec<u32>,
     /// Buffers beyond the size of the counters' table.
     #[serde(skip_serializing_if = "Option::is_none")]
     other_buffers: Option<Numbers>,
@@ -99,15 +123,18 @@ impl Summary {
         counters: &Snapshot,
         command: &OsStr,
         near: Vec<Client>,
-        providers: &[Provider],
+        providers: &Providers,
         status: ExitStatus,
     ) -> Self {
         let buffers = counters.buffers().map(|buffers| Buffers {
             provider: buffers.provider,
-            addr: providers.iter().find(|p| p.id == buffers.provider).map(|p| p.addr),
+            addr: providers.addr(buffers.provider),
             class: PathClass::from_raw(buffers.class),
             total: buffers.total.into(),
         });
+        let buffers: Vec<_> = buffers.collect();
+        let used: BTreeSet<_> = buffers.iter().map(|buffers| buffers.provider).collect();
+        let removed = used.into_iter().filter(|id| providers.was_removed(*id));
         let other = counters.other_buffers();
         Self {
             command: super::text(command),
@@ -115,7 +142,8 @@ impl Summary {
             signal: status.signal(),
             near,
             programs: counters.programs(),
-            buffers: buffers.collect(),
+            removed_providers: removed.collect(),
+            buffers,
             other_buffers: (other.count > 0).then(|| other.into()),
             registrations: Registrations {
                 dmabuf: counters.registrations(Registered::Dmabuf).into(),
@@ -181,11 +209,35 @@ impl Summary {
             mappings,
             registrations,
         } = self.refused;
+        lines.extend(self.removal());
         if mappings > 0 || registrations > 0 {
             let (mappings, registrations) = (number(mappings, "mapping"), number(registrations, "registration"));
             lines.push(format!("refused: {mappings}, {registrations}"));
         }
         lines.join("\n  ")
+    }
+}
+
+impl Summary {
+    /// Returns a line about providers that were removed while the command ran. An access to their memory raises SIGBUS.
+    fn removal(&self) -> Option<String> {
+        let names = self.removed_providers.iter().map(|id| {
+            let buffers = self.buffers.iter().find(|buffers| buffers.provider == *id);
+            match buffers.and_then(|buffers| buffers.addr) {
+                Some(addr) => format!("{id} ({addr})"),
+                None => id.to_string(),
+            }
+        });
+        let names: Vec<_> = names.collect();
+        let removed = match names.as_slice() {
+            [] => return None,
+            [name] => format!("provider {name} was removed"),
+            names => format!("providers {} were removed", names.join(", ")),
+        };
+        Some(match self.signal {
+            Some(SIGBUS) => format!("SIGBUS ended {}: {removed}", self.command),
+            _ => removed,
+        })
     }
 }
 
@@ -221,8 +273,8 @@ mod tests {
     use p2pmem_near::WORDS;
     use std::sync::atomic::AtomicU64;
 
-    /// Returns the summary after `count`.
-    fn summary(count: impl FnOnce(&p2pmem_near::Counters<'_>)) -> Summary {
+    /// Returns the summary after `count` of a command with this status of `wait()`.
+    fn summary_of(status: i32, count: impl FnOnce(&p2pmem_near::Counters<'_>)) -> Summary {
         let bytes = Snapshot::zero().to_bytes();
         let words: [AtomicU64; WORDS] = std::array::from_fn(|at| {
             let word = bytes[at * 8..][..8].try_into().unwrap();
@@ -235,8 +287,68 @@ mod tests {
         }
         let counters = Snapshot::from_bytes(&bytes).unwrap();
         let near = vec![Client::new("0000:04:00.0".parse().unwrap())];
-        let providers = Fake::example().device().providers().unwrap();
-        Summary::new(&counters, OsStr::new("fio"), near, &providers, ExitStatus::from_raw(0))
+        let before = Fake::example().device().providers().unwrap();
+        // Provider 9 was added and removed while the command ran.
+        let now = Some(before.iter().filter(|provider| provider.id != 2).cloned().collect());
+        let providers = Providers { before, now };
+        Summary::new(
+            &counters,
+            OsStr::new("fio"),
+            near,
+            &providers,
+            ExitStatus::from_raw(status),
+        )
+    }
+
+    fn summary(count: impl FnOnce(&p2pmem_near::Counters<'_>)) -> Summary {
+        summary_of(0, count)
+    }
+
+    #[test]
+    fn removed_providers_are_named() {
+        let of_two = |counters: &p2pmem_near::Counters<'_>| {
+            counters.program();
+            counters.buffer(1, 2, 4096);
+            counters.buffer(2, 2, 4096);
+            counters.buffer(2, 6, 4096);
+        };
+        let lines = |summary: &Summary| -> Vec<_> {
+            let text = summary.text();
+            text.lines().map(str::trim).map(str::to_owned).collect()
+        };
+        // SIGBUS, and an exit code.
+        let ended = summary_of(7, of_two);
+        assert_eq!(
+            lines(&ended).last().unwrap(),
+            "SIGBUS ended fio: provider 2 (0000:08:00.0) was removed"
+        );
+        assert_eq!((ended.removed_providers.as_slice(), ended.signal), (&[2][..], Some(7)));
+        assert_eq!(
+            lines(&summary(of_two)).last().unwrap(),
+            "provider 2 (0000:08:00.0) was removed"
+        );
+        let others = summary_of(7, |counters| {
+            counters.program();
+            counters.buffer(1, 2, 4096);
+        });
+        assert!(!others.text().contains("removed"), "{}", others.text());
+        let both = summary(|counters| {
+            counters.program();
+            counters.buffer(2, 2, 4096);
+            counters.buffer(9, 2, 4096);
+        });
+        assert_eq!(
+            lines(&both).last().unwrap(),
+            "providers 2 (0000:08:00.0), 9 were removed"
+        );
+        let unknown = Providers {
+            before: Vec::new(),
+            now: None,
+        };
+        assert!(
+            !unknown.was_removed(1),
+            "without a list of providers, none is known to be removed"
+        );
     }
 
     #[test]
@@ -258,6 +370,7 @@ mod tests {
              4 KiB in 1 buffer of provider 9, farthest path: SYS (two host bridges of two NUMA nodes)\n  \
              1 MiB registered with NICs as dma-bufs in 1 registration\n  \
              128 bytes of other memory registered with NICs in 2 registrations\n  \
+             provider 9 was removed\n  \
              refused: 1 mapping, 0 registrations"
         );
     }

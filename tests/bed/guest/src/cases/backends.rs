@@ -20,7 +20,7 @@ use serde_json::Value;
 use super::backends_vfio;
 use super::life::{Part, ready};
 use super::rdma_user::{check, fill};
-use super::{command, read, write};
+use super::{Bed, command, read, write};
 use crate::devices::{self, Devices};
 use crate::limits::scaled;
 use crate::wire::Request;
@@ -32,8 +32,10 @@ pub struct Check {
     pub name: &'static str,
     /// A one-line description of the test.
     pub about: &'static str,
-    /// The topology that the test needs. No test of this topology loads the module.
+    /// The topology that the test needs. Outside of the tests of this topology, the module is never loaded.
     pub topology: &'static str,
+    /// Whether no other test can use the guest afterwards.
+    pub ruins: bool,
     pub(super) run: fn(&Devices) -> Result<()>,
 }
 
@@ -45,36 +47,57 @@ const CHECKS: &[Check] = &[
         name: "sysfs-direct-io",
         about: "memory near a drive is chosen, and the drive transfers data to it without host memory",
         topology: DRIVES,
+        ruins: false,
         run: direct_io,
     },
     Check {
         name: "sysfs-full",
         about: "a full controller memory buffer is an error that names it; freed memory can be allocated again",
         topology: DRIVES,
+        ruins: false,
         run: full,
     },
     Check {
         name: "sysfs-killed",
         about: "the memory of a killed process is freed",
         topology: DRIVES,
+        ruins: false,
         run: killed,
     },
     Check {
         name: "sysfs-user",
         about: "a user without permission gets an error with the file and a remedy",
         topology: DRIVES,
+        ruins: false,
         run: ordinary_user,
     },
     Check {
         name: "sysfs-unbind",
         about: "unbinding the drive ends mappings of its memory, and buffers are reported as gone",
         topology: DRIVES,
+        ruins: false,
         run: unbind_drive,
+    },
+    Check {
+        name: "sysfs-module",
+        about: "an open device keeps its memory while the module is loaded and adopts the rest; new devices are the module's",
+        topology: DRIVES,
+        ruins: false,
+        run: module_loaded,
+    },
+    Check {
+        name: "sysfs-unplug",
+        about: "unplugging the drive ends mappings of its memory, and calls for its buffers fail and do not hang",
+        topology: DRIVES,
+        // Only the first drive of a topology can be plugged in again.
+        ruins: true,
+        run: unplug_drive,
     },
     Check {
         name: "no-iommu",
         about: "without an IOMMU, the error of the backend vfio has a remedy",
         topology: DRIVES,
+        ruins: false,
         run: no_iommu,
     },
 ];
@@ -355,6 +378,15 @@ fn touch(name: &str) -> Result<()> {
     bail!("memory of a drive without a driver was read")
 }
 
+/// Has a process `touch` access its memory. Fails unless the process ends by SIGBUS.
+fn touched(part: Part) -> Result<()> {
+    let mut part = part.go_on()?;
+    part.await_ready()?;
+    let status = part.end()?;
+    ensure!(status.signal() == Some(libc::SIGBUS), "the process ended with {status}");
+    Ok(())
+}
+
 fn unbind_drive(devices: &Devices) -> Result<()> {
     let free = available(devices, "nvme2")?;
     let sysfs = devices["nvme2"].sysfs();
@@ -363,11 +395,124 @@ fn unbind_drive(devices: &Devices) -> Result<()> {
     ensure!(!sysfs.join("p2pmem").exists(), "the drive still publishes memory");
     let device = Device::open_backend(Backend::Sysfs)?;
     ensure!(device.providers()?.len() == 1, "{:?}", device.providers()?);
-    let mut part = part.go_on()?;
-    part.await_ready()?;
-    let status = part.end()?;
-    ensure!(status.signal() == Some(libc::SIGBUS), "the process ended with {status}");
+    touched(part)?;
     write(Path::new("/sys/bus/pci/drivers/nvme/bind"), &devices["nvme2"].bdf)?;
+    becomes("what nvme2 has free", free, || available(devices, "nvme2"))
+}
+
+fn unplug_drive(devices: &Devices) -> Result<()> {
+    let (drive, sysfs) = (client(devices, "nvme2")?, devices["nvme2"].sysfs());
+    let device = Device::open()?;
+    let id = provider(&device, devices, "nvme2")?;
+    let request = AllocRequest::new(MIB as u64);
+    let buffer = device.alloc(&request.clone().provider(id))?;
+    let memory = buffer.map()?;
+    fill(&memory, 4)?;
+    let part = Part::start(PART, &["touch", "nvme2"])?;
+    host::request(&Request::DeviceDel { name: "nvme2".into() })?;
+    ensure!(!sysfs.exists(), "nvme2 is still there");
+    touched(part)?;
+
+    ensure!(buffer.info()?.state == BufferState::Gone, "{:?}", buffer.info()?);
+    let error = refused(
+        "a read of memory that was unplugged",
+        memory.try_copy_to_slice(0, &mut [0; 8]),
+    )?;
+    ensure!(error.kind() == ErrorKind::Removed, "{error}");
+    let error = refused(
+        "memory of an unplugged drive",
+        device.alloc(&request.clone().provider(id)),
+    )?;
+    println!("{error}");
+    ensure!(error.kind() == ErrorKind::NoProvider, "{error}");
+    let error = refused(
+        "memory near an unplugged drive",
+        device.alloc(&request.clone().near([drive])),
+    )?;
+    println!("{error}");
+    ensure!(error.errno() == Some(libc::ENODEV), "{error}");
+    ensure!(device.providers()?.len() == 1, "{:?}", device.providers()?);
+    drop((memory, buffer));
+    // The other drive is not affected.
+    let free = available(devices, "nvme1")?;
+    let other = device.alloc(&request)?;
+    let memory = other.map()?;
+    fill(&memory, 5)?;
+    check(&memory, 5)?;
+    drop((memory, other));
+    becomes("what nvme1 has free", free, || available(devices, "nvme1"))
+}
+
+/// The module, which is unloaded when the value is dropped.
+struct Loaded;
+
+impl Loaded {
+    fn load(devices: &Devices) -> Result<Loaded> {
+        let bed = Bed {
+            devices: devices.clone(),
+        };
+        bed.load_module()?;
+        Ok(Loaded)
+    }
+
+    fn unload(self) -> Result<()> {
+        std::mem::forget(self);
+        command("rmmod", &["p2pmem"])
+    }
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        // An error before this one matters more.
+        let _ = command("rmmod", &["p2pmem"]);
+    }
+}
+
+fn module_loaded(devices: &Devices) -> Result<()> {
+    let free = available(devices, "nvme2")?;
+    let device = Device::open()?;
+    ensure!(device.backend() == Backend::Sysfs, "{:?}", device.backend());
+    let request = AllocRequest::new(MIB as u64).provider(provider(&device, devices, "nvme2")?);
+    let buffer = device.alloc(&request)?;
+    let memory = buffer.map()?;
+    fill(&memory, 6)?;
+    let module = Loaded::load(devices)?;
+
+    // The open device goes on.
+    ensure!(device.backend() == Backend::Sysfs, "{:?}", device.backend());
+    ensure!(buffer.info()?.state == BufferState::Live, "{:?}", buffer.info()?);
+    check(&memory, 6)?;
+    device.alloc(&request)?.map()?.write(0, 1u64)?;
+
+    // A new device is the module's, which adopts what the drives published. It gives out only memory that is free.
+    let new = Device::open()?;
+    ensure!(new.backend() == Backend::Module, "{:?}", new.backend());
+    let adopted = AllocRequest::new(MIB as u64).provider(provider(&new, devices, "nvme2")?);
+    let mut taken = Vec::new();
+    let error = loop {
+        match new.alloc(&adopted) {
+            Ok(buffer) => {
+                let mapping = buffer.map()?;
+                mapping.fill(0..MIB, 0xee)?;
+                taken.push((buffer, mapping));
+            }
+            Err(error) => break error,
+        }
+    };
+    println!("{} buffers of the module, then {error}", taken.len());
+    ensure!(!taken.is_empty() && error.kind() == ErrorKind::NoSpace, "{error}");
+    check(&memory, 6).context("the module gave out memory of an open device")?;
+    let error = refused("memory that the module gave out", device.alloc(&request))?;
+    println!("{error}");
+    ensure!(error.kind() == ErrorKind::NoSpace, "{error}");
+    drop(taken);
+    drop(new);
+    module.unload()?;
+
+    check(&memory, 6)?;
+    let again = Device::open()?;
+    ensure!(again.backend() == Backend::Sysfs, "{:?}", again.backend());
+    drop((memory, buffer));
     becomes("what nvme2 has free", free, || available(devices, "nvme2"))
 }
 

@@ -14,8 +14,8 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem::rdma::{Nic, Queue};
 use p2pmem::{
-    Access, Backend, Buffer, Capability, Device, DeviceOptions, DmaBuf, Error, ErrorKind, Mapping, PathClass,
-    ProviderKind, Registration, RegistrationMethod, RemoteMemory, Request,
+    Access, Backend, Buffer, BufferState, Capability, Device, DeviceOptions, DmaBuf, Error, ErrorKind, Mapping,
+    PathClass, ProviderKind, Registration, RegistrationMethod, RemoteMemory, Request,
 };
 use p2pmem_accel_regs::reg;
 use serde_json::Value;
@@ -40,42 +40,56 @@ pub(super) const CHECKS: &[Check] = &[
         name: "vfio-rdma",
         about: "a NIC transfers data between BARs of vfio-pci devices without host memory",
         topology: IOMMU,
+        ruins: false,
         run: rdma,
     },
     Check {
         name: "vfio-any-bar",
         about: "a BAR that the program selects is mapped and exported, also a BAR with registers",
         topology: IOMMU,
+        ruins: false,
         run: any_bar,
     },
     Check {
         name: "vfio-passed-on",
         about: "memory of a dma-buf is not allocated again while a descriptor or a registration uses it",
         topology: IOMMU,
+        ruins: false,
         run: passed_on,
     },
     Check {
         name: "vfio-refused",
         about: "errors for devices that are not bound, not accessible, in use or full have a remedy",
         topology: IOMMU,
+        ruins: false,
         run: refusals,
     },
     Check {
         name: "vfio-killed",
         about: "memory of a killed exporter is revoked from a NIC and freed; no write reaches the next owner",
         topology: IOMMU,
+        ruins: false,
         run: killed,
     },
     Check {
         name: "vfio-unbind",
         about: "unbinding waits for the program that has the device; after that, no write of a NIC reaches the memory",
         topology: IOMMU,
+        ruins: false,
         run: unbind,
+    },
+    Check {
+        name: "vfio-remove",
+        about: "removing the device waits for the program that has it, whose calls do not hang; afterwards the device is gone",
+        topology: IOMMU,
+        ruins: false,
+        run: remove,
     },
     Check {
         name: "vfio-reset",
         about: "a NIC has no access while the device's memory is disabled, and has access after a reset",
         topology: IOMMU,
+        ruins: false,
         run: reset,
     },
 ];
@@ -532,6 +546,58 @@ fn unbind(devices: &Devices) -> Result<()> {
     ended("a write to an unbound device", foreign.write(), REMOTE_ACCESS)?;
     bind(devices, &["accel0"])?;
     foreign.is_revoked(devices, "accel0")
+}
+
+fn remove(devices: &Devices) -> Result<()> {
+    bind(devices, &["accel0"])?;
+    let wire = Wire::new(devices)?;
+    let device = Device::open_backend(Backend::Vfio)?;
+    let buffer = buffer_of(&device, devices, &wire, "accel0")?;
+    let id = buffer.provider();
+    let memory = buffer.map()?;
+    let registration = buffer.register(&wire.pd, Access::ALL)?;
+    let host = HostMemory::new(&wire)?;
+    host.fill(1);
+    let (sysfs, addr) = (devices["accel0"].sysfs(), &devices["accel0"].bdf);
+    let mut log = Log::new()?;
+    std::thread::scope(|scope| {
+        // The removal ends after the device is closed, also after an error.
+        let (buffer, memory, registration) = (buffer, memory, registration);
+        let removing = scope.spawn(|| write(&sysfs.join("remove"), "1"));
+        log.wait(&[addr, "blocked until released by user"])?;
+        // The memory is still there, and the library reports that it has to be released.
+        ensure!(buffer.info()?.state == BufferState::Gone, "{:?}", buffer.info()?);
+        wire.write(&host.registration, &registration.remote())?;
+        check(&memory, 1)?;
+        ensure!(!removing.is_finished(), "the device was removed under its user");
+        let error = refused(
+            "memory of a device that is being removed",
+            device.alloc(&Request::new(4096).provider(id)),
+        )?;
+        println!("{error}");
+        ensure!(error.kind() == ErrorKind::NoProvider, "{error}");
+        ensure!(device.providers()?.is_empty(), "{:?}", device.providers()?);
+        let start = Instant::now();
+        drop((memory, buffer));
+        registration.deregister()?;
+        removing.join().map_err(|_| anyhow::anyhow!("the thread panicked"))??;
+        in_time!(
+            start.elapsed() < scaled(BOUND),
+            "the removal took {:?} after the program had released the device",
+            start.elapsed()
+        );
+        anyhow::Ok(())
+    })?;
+    ensure!(!sysfs.exists(), "accel0 is still there");
+    let error = refused("a removed device", Device::open_backend(Backend::Vfio))?;
+    println!("{error}");
+    ensure!(error.kind() == ErrorKind::BackendUnavailable, "{error}");
+    write(Path::new("/sys/bus/pci/rescan"), "1")?;
+    bind(devices, &["accel0"])?;
+    // The device that was open before the removal finds it again.
+    let memory = buffer_of(&device, devices, &wire, "accel0")?.map()?;
+    fill(&memory, 2)?;
+    check(&memory, 2)
 }
 
 /// `PCI_COMMAND` in the configuration space, and its bit `PCI_COMMAND_MEMORY`.

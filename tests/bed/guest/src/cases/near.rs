@@ -6,6 +6,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::AsFd;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -13,6 +14,7 @@ use p2pmem_sys as abi;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
+use super::inflight::until;
 use super::rdma_programs::{finish, sibling, spawn, text};
 use super::{Bed, Case, errno, free, open, request};
 use crate::host;
@@ -33,6 +35,20 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: life,
+    },
+    Case {
+        name: "near-removed",
+        about: "the provider is removed while a program under p2pmemctl run writes: SIGBUS ends it, and run says so; rmmod waits for it",
+        topology: "small",
+        ruins: false,
+        run: removed,
+    },
+    Case {
+        name: "near-orphan",
+        about: "a program whose p2pmemctl run was killed keeps its memory and the shim, and its end frees the memory",
+        topology: "small",
+        ruins: false,
+        run: orphan,
     },
     Case {
         name: "near-refused",
@@ -244,6 +260,68 @@ fn life(bed: &mut Bed) -> Result<()> {
     let summary = report()?;
     ensure!(summary["signal"] == 15, "{summary}");
     held(0)
+}
+
+fn removed(bed: &mut Bed) -> Result<()> {
+    bed.settled()?;
+    let provider = bed.provider("accel0")?.id;
+    let mut program = Program::start()?;
+    ensure!(
+        super::command("rmmod", &["p2pmem"]).is_err(),
+        "rmmod succeeded while a program has the device open"
+    );
+    // Prints `ok`, and writes until a signal ends the program.
+    program.execute("print('ok', flush=True); any(one.__setitem__(0, 1) for _ in iter(int, 1))")?;
+    program.ok()?;
+    bed.unpublish("accel0")?;
+    let (code, said) = program.end()?;
+    let removed = format!(
+        "SIGBUS ended python3: provider {provider} ({}) was removed",
+        bed.device("accel0")?.bdf
+    );
+    ensure!(
+        code == Some(135)
+            && said.contains("took 2 MiB of p2pmem memory near nvme0 in 2 buffers:\n")
+            && said.contains(&removed),
+        "{code:?}: {said}"
+    );
+    let summary = report()?;
+    ensure!(
+        summary["signal"] == libc::SIGBUS
+            && summary["exit_code"].is_null()
+            && summary["buffers"][0]["bytes"] == 2 << 20
+            && summary["removed_providers"] == serde_json::json!([provider]),
+        "{summary}"
+    );
+    super::command("rmmod", &["p2pmem"])?;
+    bed.load_module()
+}
+
+/// A program that maps a page, as a line of [`PROGRAM`]. It is executed by the program.
+const CHILD: &str = "
+import subprocess; subprocess.run([sys.executable, '-c', 'import mmap, os; mmap.mmap(os.open(\"/dev/p2pmem\", os.O_RDWR), 4096)[0] = 1'], check=True)";
+
+fn orphan(bed: &mut Bed) -> Result<()> {
+    let (_, before) = bed.settled()?;
+    let held = |more: u32| -> Result<bool> { Ok(bed.provider("accel0")?.buffers == before + more) };
+    let mut program = Program::start()?;
+    kill_process(Pid::from_child(&program.0), Signal::KILL)?;
+    // wait() closes the input, which the program still reads.
+    let input = program.0.stdin.take();
+    let status = program.0.wait()?;
+    program.0.stdin = input;
+    ensure!(status.signal() == Some(libc::SIGKILL), "run ended with {status}");
+    ensure!(held(2)?, "the program lost its buffers with run");
+    program.execute("one[0] == 1 and two[0] == 1 or sys.exit(3)")?;
+    program.ok()?;
+    // What the program maps and executes is still placed, without counters.
+    program.execute(CHILD.trim())?;
+    program.ok()?;
+    program.execute("three = mmap.mmap(device, 4096); three[0] = 1")?;
+    program.ok()?;
+    ensure!(held(3)?, "{:?}", bed.provider("accel0")?);
+    program.execute("sys.exit(0)")?;
+    until("the memory is free", || held(0))
 }
 
 /// A Python program that maps as many bytes as its argument says, and exits with the errno.

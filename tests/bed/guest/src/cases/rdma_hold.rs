@@ -99,7 +99,8 @@ fn control(request: &Value) -> Result<Value> {
     })
 }
 
-fn joined<T>(thread: ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
+/// Returns the result of a thread.
+pub(super) fn joined<T>(thread: ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
     thread.join().map_err(|_| anyhow!("a thread panicked"))?
 }
 

@@ -289,7 +289,8 @@ fn make_folder(script: &str, made: &OnceLock<Result<PathBuf, String>>) -> Result
 }
 
 /// Returns the environment of all scripts: the module, the folder of this build's programs, and the folder of the
-/// scripts. For a client that names them, also the folder of compiled programs and the folder of wheels.
+/// scripts. For a client that names them, also the folders of compiled programs and of wheels, the Python package, and its
+/// examples.
 fn environment(bed: &Bed, client: &Client) -> Result<BTreeMap<String, String>> {
     let module = bed.module()?;
     let bin = std::env::var("P2PMEM_BIN").context("P2PMEM_BIN is not set: where are user space's programs?")?;
@@ -308,6 +309,17 @@ fn environment(bed: &Bed, client: &Client) -> Result<BTreeMap<String, String>> {
     ] {
         if client.names(variable) {
             env.insert(variable.into(), make_folder(script, made)?.display().to_string());
+        }
+    }
+    let top = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../..");
+    for (variable, folder) in [
+        ("P2PMEM_PYTHON", "build/python/site"),
+        ("P2PMEM_EXAMPLES", "userspace/p2pmem-python/examples"),
+    ] {
+        if client.names(variable) {
+            let folder = top.join(folder);
+            ensure!(folder.exists(), "{} does not exist: make user", folder.display());
+            env.insert(variable.into(), folder.display().to_string());
         }
     }
     Ok(env)

@@ -79,6 +79,23 @@ fn missing_memory_names_the_next_step() {
 }
 
 #[test]
+fn a_removed_provider_is_reported() {
+    let fake = Fake::example();
+    let device = fake.device();
+    let provider = device.providers().unwrap().remove(0);
+    let buffer = device.alloc(&Request::new(4096).provider(provider.id)).unwrap();
+    assert!(of_removal(&buffer, provider.addr).is_none());
+    fake.remove_provider(provider.id);
+    let check = of_removal(&buffer, provider.addr).unwrap();
+    assert!(
+        check.level == Level::Failure
+            && check.found == "the provider 0000:03:00.0 was removed during the measurement"
+            && check.remedy.is_some(),
+        "{check:?}"
+    );
+}
+
+#[test]
 fn memory_that_cannot_be_allocated_is_reported() {
     let fake = Fake::example();
     let device = fake.device();
