@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! Tests of the library in guests that never load the module: memory that a driver published, and BARs of devices that
-//! are bound to vfio-pci. `p2pmem_guest::cases::backends` has the tests.
+//! are bound to vfio-pci. `p2pmem_cases::backends` has the tests.
 
 use anyhow::{Context, Result};
-use p2pmem_guest::cases::backends::Check;
+use p2pmem_cases::backends::Check;
 use p2pmem_vm::vm::{Command, sibling};
 
 use crate::bed::{Attempt, Bed};
