@@ -12,6 +12,8 @@ MAKEFLAGS += --no-print-directory
 VERSION = $(shell sed -n '/^version = "/ { s///; s/".*//p; q }' userspace/Cargo.toml)
 sandbox := tools/sandbox/sandbox
 in := $(sandbox) run
+# The first group of the sandbox's packages compiles the module and the programs of the demo.
+in-build := $(sandbox) run --group build
 reports := build/reports
 
 # The name of cargo's target folder in the cache. Checkouts with different names build at the same time.
@@ -58,14 +60,8 @@ help: ## print this list
 
 # --- main targets -----------------------------------------------------------------------------------------------------
 
-demo: sandbox ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
-	@echo 'demo: building module and programs at the same time; the first build takes about 5 minutes'
-	@code=0; $(MAKE) modules & module=$$!; \
-	$(MAKE) demo-programs || code=1; \
-	wait $$module || code=1; exit $$code
-	@mkdir -p $(reports)
-	@echo 'demo: this takes 2 minutes'
-	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json --page $(reports)/demo.html
+demo: ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
+	@tools/demo
 
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests
@@ -76,13 +72,21 @@ sandbox: ## create the sandbox if it is missing
 	@tools/probe sandbox
 	@$(sandbox) make
 
+sandbox-build:
+	@tools/probe sandbox
+	@$(sandbox) make build
+
 ifdef module-for
 modules: ## build build/p2pmem.ko for the sandbox's stock kernel, or for KDIR or KREL
 	@tools/make-modules $(module-for)
 else
-modules: sandbox
-	@$(in) tools/make-modules sandbox
+modules: sandbox-build
+	@$(in-build) tools/make-modules sandbox
 endif
+
+# The demo needs no test modules.
+demo-module: sandbox-build
+	@$(in-build) tools/make-modules stock
 
 modules-next: sandbox ## build p2pmem.ko and the test modules for the next kernel series, with clippy, into build/next/
 	@$(in) tools/make-modules next
@@ -93,9 +97,12 @@ debug-kernel: sandbox ## build the debug kernel: KASAN, lockdep, kmemleak, KUnit
 debug-modules: debug-kernel ## build p2pmem.ko and the test modules for the debug kernel, into build/debug/
 	@$(in) tools/make-modules debug
 
-# Builds only the user-space programs that the demo runs, so that a first `make demo` is short.
-demo-programs: testbed
-	@$(cargo) build --manifest-path userspace/Cargo.toml --no-default-features -p p2pmemctl -p p2pmem-perf -p p2pmem-preload
+# Builds only the programs that the demo runs, so that a first `make demo` is short.
+demo-programs: sandbox-build
+	@$(in-build) cargo --locked build --manifest-path tests/Cargo.toml -p p2pmem-demo -p p2pmem-fabric -p p2pmem-guest \
+		--bin p2pmem-demo --bin p2pmem-demo-guest --bin p2pmem-fabric --bin p2pmem-accel --bin p2pmem-guest-init
+	@$(in-build) cargo --locked build --manifest-path userspace/Cargo.toml --no-default-features \
+		-p p2pmemctl -p p2pmem-perf -p p2pmem-preload
 
 user: sandbox ## build user space: library, C library, Python package, preload shim, p2pmemctl, exporter, examples
 	@$(cargo) build --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --lib --bins --examples
@@ -104,8 +111,8 @@ user: sandbox ## build user space: library, C library, Python package, preload s
 wheel: sandbox ## build the optimized wheel of the Python package into build/python-release/
 	@$(in) userspace/p2pmem-python/wheel --release
 
-testbed: sandbox ## build the test bed: device models, VM runner, guest programs, demo
-	@$(cargo) build --manifest-path tests/Cargo.toml --workspace
+testbed: sandbox ## build the test bed: device models, VM runner, guest programs
+	@$(cargo) build --manifest-path tests/Cargo.toml --workspace --exclude p2pmem-demo
 
 lint: sandbox ## check formats, clippy, shell, prose, layers, unsafe, the tree, alerts, dependencies (CHECKS="unsafe tree ..." for some)
 	@$(in) tools/lint $(CHECKS)
@@ -165,8 +172,8 @@ ifdef KREL
 rust-metadata: ## - create the Rust metadata that Debian's headers do not have: for KREL=<release> in OUT=<folder>
 	@tools/rust-metadata $(if $(OUT),$(KREL) $(OUT),cached $(KREL) $${P2PMEM_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/p2pmem}/build)
 else
-rust-metadata: sandbox
-	@$(in) bash -c 'tools/rust-metadata cached "$$(cat /etc/p2pmem-kernel)" /build'
+rust-metadata: sandbox-build
+	@$(in-build) bash -c 'tools/rust-metadata cached "$$(cat /etc/p2pmem-kernel)" /build'
 endif
 
 modules_install: ## - install the module of `make modules KDIR=...` or KREL=... below INSTALL_MOD_PATH or DESTDIR
@@ -207,5 +214,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-programs test sandbox modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

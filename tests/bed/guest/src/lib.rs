@@ -4,7 +4,6 @@
 //! topology's [`devices`], the [`network`] of several guests, and the [`host`] channel by which a program in the guest sends
 //! requests to the runner.
 
-pub mod cases;
 pub mod devices;
 pub mod host;
 pub mod limits;

@@ -4,7 +4,8 @@
 //!
 //! [`config`] describes guests, their devices, and the switches between them. [`serving`] serves a device at a socket
 //! to one client after another, and ends all connections in order on a signal. [`control`] handles requests about a
-//! device from outside of its guest. The programs `p2pmem-fabric` and `p2pmem-accel` use these modules.
+//! device from outside of its guest. [`logging`] starts the log. The programs `p2pmem-fabric` and `p2pmem-accel` use
+//! these modules.
 //! `Documentation/testbed/fabric.md` describes the formats.
 
 // Doctests include the example of the README.
@@ -13,6 +14,7 @@
 mod accel;
 pub mod config;
 pub mod control;
+pub mod logging;
 mod nic;
 pub mod serving;
 pub mod size;

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -185,10 +186,27 @@ fn show_command(node: &str, argv: &[&str]) {
     show(&format!("{node}# {line}"));
 }
 
+/// The guests of the act, which boot in the background.
+pub(crate) struct Servers {
+    description: Option<String>,
+    boot: JoinHandle<Result<Cluster>>,
+}
+
+impl Servers {
+    /// Starts the boot of the guests of a topology.
+    pub(crate) fn boot(topology: &Path) -> Servers {
+        let layout = Layout::load(topology);
+        Servers {
+            description: layout.as_ref().ok().map(|layout| layout.description.clone()),
+            boot: thread::spawn(move || Cluster::boot(&layout?, &Options::default())),
+        }
+    }
+}
+
 /// Runs the act, and removes everything that it has set up.
-pub(crate) fn run(topology: &Path, module: &Path, release: &str, inspection: &mut Inspection, results: &mut Results) {
+pub(crate) fn run(servers: Servers, module: &Path, release: &str, inspection: &mut Inspection, results: &mut Results) {
     let start = Instant::now();
-    let done = boot(topology).and_then(|bed| {
+    let done = wait(servers).and_then(|bed| {
         results.boot_seconds = Some(bed.cluster.boot_time().as_secs_f64());
         with_servers(bed, module, release, inspection, results)
     });
@@ -198,12 +216,16 @@ pub(crate) fn run(topology: &Path, module: &Path, release: &str, inspection: &mu
     results.seconds = start.elapsed().as_secs_f64();
 }
 
-fn boot(topology: &Path) -> Result<Bed> {
-    let layout = Layout::load(topology)?;
-    step(8, &format!("Second act. Boot: {}", layout.description));
+/// Waits until the guests have booted.
+fn wait(servers: Servers) -> Result<Bed> {
+    step(
+        8,
+        &format!("Second act. Boot: {}", servers.description.as_deref().unwrap_or("?")),
+    );
+    let cluster = servers.boot.join().ok().context("booting the guests failed")??;
     let (ctl, perf) = (tool("p2pmemctl")?, tool("p2pmem-perf")?);
     Ok(Bed {
-        cluster: Cluster::boot(&layout, &Options::default())?,
+        cluster,
         findings: Vec::new(),
         devices: BTreeMap::new(),
         ctl,

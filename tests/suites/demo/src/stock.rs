@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail, ensure};
-use memchr::memmem;
 use serde::Serialize;
 
 /// Out-of-tree module.
@@ -149,6 +148,13 @@ pub fn build_id(notes: &[u8]) -> Option<&[u8]> {
     }
 }
 
+/// Returns whether the bytes contain the part, which is not empty.
+fn contains(bytes: &[u8], part: &[u8]) -> bool {
+    bytes
+        .windows(part.len())
+        .any(|window| window[0] == part[0] && window == part)
+}
+
 /// Compares the running kernel with the installed one. `ours` is the name of p2pmem's module.
 pub fn check(image: &Image, running: &Running, ours: &str) -> StockImage {
     let mut objections: Vec<String> = image
@@ -163,13 +169,13 @@ pub fn check(image: &Image, running: &Running, ours: &str) -> StockImage {
     };
     let version = running.version.trim();
     object(
-        !version.is_empty() && memmem::find(&image.bytes, version.as_bytes()).is_some(),
+        !version.is_empty() && contains(&image.bytes, version.as_bytes()),
         format!("the installed image has no kernel that calls itself {version:?}"),
     );
     let id = build_id(&running.notes).unwrap_or_default();
     let hex = id.iter().fold(String::new(), |hex, byte| hex + &format!("{byte:02x}"));
     object(
-        !id.is_empty() && memmem::find(&image.bytes, id).is_some(),
+        !id.is_empty() && contains(&image.bytes, id),
         format!("the running kernel's build id {hex:?} is not that of the installed image"),
     );
     object(

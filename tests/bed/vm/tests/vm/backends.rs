@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! Tests of the library in guests without the module: memory that a driver published, and BARs of devices that are bound to
-//! vfio-pci. `p2pmem_guest::cases::backends` has the tests. One of them loads the module and unloads it again.
+//! vfio-pci. `p2pmem_cases::backends` has the tests. One of them loads the module and unloads it again.
 
 use anyhow::{Context, Result};
-use p2pmem_guest::cases::backends::Check;
+use p2pmem_cases::backends::Check;
 use p2pmem_vm::vm::{Command, sibling};
 
 use crate::bed::{Attempt, Bed};

@@ -10,7 +10,7 @@ use std::{fmt, fs};
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::{Failed, Trial};
-use p2pmem_guest::cases::Kernels;
+use p2pmem_cases::Kernels;
 use p2pmem_guest::limits::Overrun;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::Trial;
-use p2pmem_guest::cases::Kernels;
+use p2pmem_cases::Kernels;
 use p2pmem_vm::clients::{self, CLIENT, Client, Expected, Report, SERVER, Table, tables};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;

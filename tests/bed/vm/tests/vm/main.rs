@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
 use libtest_mimic::{Arguments, Failed, Trial};
-use p2pmem_guest::cases::{self, Kernels};
+use p2pmem_cases::{self as cases, Kernels};
 use p2pmem_guest::limits::{Overrun, TIMES};
 use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::kernel::DEBUG_KERNEL;

@@ -13,6 +13,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use p2pmem_accel::{Accel, Settings};
 use p2pmem_fabric::control::Control;
+use p2pmem_fabric::logging;
 use p2pmem_fabric::serving::{DevicePaths, DeviceServer, ProcessShutdown};
 use p2pmem_fabric::size::parse_size;
 use p2pmem_vfio_user::LinkSpeed;
@@ -49,10 +50,7 @@ struct Args {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-        .with_writer(std::io::stderr)
-        .init();
+    logging::start()?;
     let settings = Settings {
         memory: args.memory,
         speed: LinkSpeed::from_generation(args.link_gen).context("--link-gen: PCIe generations are 1 to 5")?,

@@ -17,6 +17,7 @@ use clap::Parser;
 use p2pmem_accel::{Accel, Settings};
 use p2pmem_fabric::config::{self, Config};
 use p2pmem_fabric::control::Control;
+use p2pmem_fabric::logging;
 use p2pmem_fabric::serving::{DeviceServer, ProcessShutdown};
 use p2pmem_ib::Fabric;
 use p2pmem_mlx5::Nic;
@@ -100,10 +101,7 @@ fn create_devices(config: &Config) -> Result<Vec<ListeningDevice>> {
 
 fn main() -> Result<()> {
     let args = Args::parse();
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-        .with_writer(std::io::stderr)
-        .init();
+    logging::start()?;
     let config = Config::load(&args.config).with_context(|| args.config.display().to_string())?;
     if config.devices() == 0 {
         bail!("{}: the configuration has no devices", args.config.display());

@@ -16,7 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use p2pmem_guest::cases::{Bed, alloc, command, errno, free, is_clearing, open, read, request, write};
+use p2pmem_cases::{Bed, alloc, command, errno, free, is_clearing, open, read, request, write};
 use p2pmem_guest::devices;
 use p2pmem_guest::sys::{self, Mapping, Memory};
 use p2pmem_sys as abi;

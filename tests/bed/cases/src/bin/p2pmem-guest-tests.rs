@@ -6,7 +6,7 @@
 
 use std::process::ExitCode;
 
-use p2pmem_guest::cases;
+use p2pmem_cases as cases;
 use p2pmem_guest::limits::Overrun;
 
 fn main() -> ExitCode {

@@ -18,10 +18,11 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::process::{Resource, Rlimit, setrlimit};
 
-use crate::devices::{self, Device, Devices};
-use crate::in_time;
-use crate::limits::scaled;
-use crate::sys::{self, Memory};
+use self::devices::{Device, Devices};
+use self::limits::scaled;
+use self::sys::Memory;
+// The modules of this crate name these modules as their own.
+use p2pmem_guest::{devices, host, in_time, limits, sys, verbs, wire};
 
 pub mod backends;
 mod backends_vfio;
