@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests that boot guests: tests of the runner itself, those of the module (`p2pmem_guest::cases`), and client programs
+//! Tests that boot guests: tests of the runner itself, those of the module (the crate `p2pmem-cases`), and client programs
 //! of other projects.
 //!
 //! The tests of a topology run one after the other and share its guests. After a test that fails, whose kernel log has
