@@ -59,7 +59,7 @@ pub enum Capability {
 
 impl Capability {
     /// All capabilities.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Mapping,
         Self::DirectIo,
         Self::DmaBuf,
@@ -69,6 +69,7 @@ impl Capability {
         Self::Placement,
         Self::Sharing,
         Self::Clearing,
+        Self::Attach,
     ];
 
     /// Returns the capability as part of a message.
@@ -83,6 +84,7 @@ impl Capability {
             Self::Placement => "this strategy or alignment",
             Self::Sharing => "buffers of other processes",
             Self::Clearing => "memory that is cleared for its new owner",
+            Self::Attach => "attaching a device to a dma-buf",
         }
     }
 }
@@ -99,6 +101,7 @@ impl fmt::Display for Capability {
             Self::Placement => "placement",
             Self::Sharing => "sharing",
             Self::Clearing => "clearing",
+            Self::Attach => "attach",
         })
     }
 }

@@ -23,6 +23,8 @@ use crate::in_time;
 use crate::limits::scaled;
 use crate::sys::{self, Memory};
 
+mod attach;
+mod attach_end;
 pub mod backends;
 mod backends_vfio;
 mod bad;
@@ -103,6 +105,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(bridges::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
+        .chain(attach::CASES)
+        .chain(attach_end::CASES)
         .chain(pageless::CASES)
         .chain(soft_dirty::CASES)
         .chain(rdma_user::CASES)
@@ -207,6 +211,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
+    }
+    if name == attach_end::PART {
+        return attach_end::part();
     }
     if name == boundary::PART {
         return boundary::part(arguments);

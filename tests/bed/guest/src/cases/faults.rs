@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::attach::{attach, detach};
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
 use super::inflight::until;
 use super::pageless::without_pages;
@@ -422,6 +423,28 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     })?;
     drop(dma_buf);
     free(fd, first.handle).map_err(errno)?;
+    let provider = bed.provider("accel0")?.id;
+    let host = sys::host_dma_buf(MIB)?;
+    sweep_fallible("ATTACH_DMABUF", &[], || {
+        let attached = attach(fd, provider, &host, 0)?;
+        cannot_fail(detach(fd, attached.answer.handle))
+    })?;
+    sweep_infallible("DETACH_DMABUF", || {
+        let attached = attach(fd, provider, &host, 0).map_err(|_| 0);
+        // Only failures of DETACH_DMABUF count here.
+        attached.map_or(Ok(()), |attached| cannot_fail(detach(fd, attached.answer.handle)))
+    })?;
+    let attached = attach(fd, provider, &host, 0).map_err(errno)?;
+    sweep("ATTACHMENT", &[], || {
+        let mut ranges = vec![abi::p2pmem_dma_range::default(); 256];
+        let mut ask = abi::p2pmem_attachment {
+            handle: attached.answer.handle,
+            nr_ranges: 256,
+            ..Default::default()
+        };
+        sys::attachment(fd, &mut ask, Memory::Slice(&mut ranges))
+    })?;
+    detach(fd, attached.answer.handle).map_err(errno)?;
     // The cases `allocation-failures` and `allocation-failures-admin` sweep these calls.
     let elsewhere = [
         abi::P2PMEM_IOC_BUFFER,
