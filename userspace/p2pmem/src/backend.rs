@@ -55,6 +55,8 @@ pub enum Capability {
     Sharing,
     /// Memory is cleared before it gets a new owner.
     Clearing,
+    /// Attaching a provider's function to a dma-buf: [`Device::attach`](crate::Device::attach).
+    Attach,
 }
 
 impl Capability {

@@ -507,7 +507,7 @@ fn users(bed: &mut Bed) -> Result<()> {
     write(&rule, "none")
 }
 
-fn adopted(bed: &mut Bed) -> Result<()> {
+fn adopted(_: &mut Bed) -> Result<()> {
     let file = open()?;
     let host = sys::host_dma_buf(PAGE)?;
     let all = super::providers(file.as_fd())?;

@@ -14,7 +14,6 @@ use p2pmem_sys as abi;
 
 use super::attach::{Doorbell, PAGE, Ringer, arrives, attach, detach, is_kept_out, listing, query, rung};
 use super::busy::{at_once, contended};
-use super::dmabuf_end::Log;
 use super::inflight::until;
 use super::life::{Part, ready};
 use super::{Bed, Case, errno, expect, explain_last, open, write};
@@ -95,7 +94,6 @@ fn revoked(bed: &mut Bed) -> Result<()> {
     let host = sys::host_dma_buf(PAGE)?;
     let bystander = attach(other.as_fd(), row.id, &host, 0).map_err(errno)?;
     arrives(&ringer, page)?;
-    let mut log = Log::new()?;
     bell.verbs.destroy_uar(&bell.uar).map_err(errno)?;
     ensure!(!ringer.accel.dma_enabled()?, "the function can still do DMA");
     is_kept_out(&ringer, page)?;
@@ -105,7 +103,6 @@ fn revoked(bed: &mut Bed) -> Result<()> {
         state.state == abi::P2PMEM_ATTACHMENT_REVOKED && state.nr_ranges == 0 && state.size == PAGE,
         "{state:x?}"
     );
-    log.wait(&["bus mastering is disabled"])?;
     ensure!(
         listing()?.contains(", revoked, not translated, by pid "),
         "{}",
