@@ -14,6 +14,7 @@
 use crate::{
     ext::{
         bus_master::DmaUse,
+        compat::DMA_BIDIRECTIONAL,
         dma_buf::AnyDmaBuf, //
     },
     policy::ranges::Range,
@@ -28,9 +29,6 @@ use kernel::{
     prelude::*,
     sync::Mutex, //
 };
-
-/// The direction of all mappings: the device may read and write.
-const DIRECTION: bindings::dma_data_direction = bindings::dma_data_direction_DMA_BIDIRECTIONAL;
 
 /// The owner of an attachment.
 pub(crate) trait AttachmentOwner: Send + Sync + 'static {
@@ -156,7 +154,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
             return Err(EBUSY);
         }
         // SAFETY: By the type invariant `raw` is attached. The reservation is locked.
-        let table = from_err_ptr(unsafe { bindings::dma_buf_map_attachment(self.raw.as_ptr(), DIRECTION) })?;
+        let table = from_err_ptr(unsafe { bindings::dma_buf_map_attachment(self.raw.as_ptr(), DMA_BIDIRECTIONAL) })?;
         // INVARIANT: The table was just mapped for the attachment of `inner`.
         let table = Table(NonNull::new(table).ok_or(ENOMEM)?);
         match self.settled(&table, most).and_then(admit) {
@@ -167,7 +165,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
             Err(e) => {
                 // SAFETY: By the type invariant `raw` is attached, and by that of `Table` the table is mapped for it. The
                 // reservation is locked, and the table is not used afterwards.
-                unsafe { bindings::dma_buf_unmap_attachment(self.raw.as_ptr(), table.0.as_ptr(), DIRECTION) };
+                unsafe { bindings::dma_buf_unmap_attachment(self.raw.as_ptr(), table.0.as_ptr(), DMA_BIDIRECTIONAL) };
                 Err(e)
             }
         }
@@ -233,7 +231,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
             before();
             // SAFETY: By the type invariant `raw` is attached, and by that of `Table` the table is mapped for it. The
             // reservation is locked, and the table is not used afterwards.
-            unsafe { bindings::dma_buf_unmap_attachment(self.raw.as_ptr(), table.0.as_ptr(), DIRECTION) };
+            unsafe { bindings::dma_buf_unmap_attachment(self.raw.as_ptr(), table.0.as_ptr(), DMA_BIDIRECTIONAL) };
         }
         // SAFETY: This thread locked the reservation above.
         unsafe { bindings::dma_resv_unlock(self.reservation()) };
@@ -253,7 +251,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
             inner.owner.revoked(&inner.device);
             // SAFETY: The attachment is not detached, and by the type invariant of `Table` the table is mapped for it. The
             // reservation is locked, and the table is not used afterwards.
-            unsafe { bindings::dma_buf_unmap_attachment(attachment, table.0.as_ptr(), DIRECTION) };
+            unsafe { bindings::dma_buf_unmap_attachment(attachment, table.0.as_ptr(), DMA_BIDIRECTIONAL) };
         }
     }
 }

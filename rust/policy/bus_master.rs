@@ -39,8 +39,8 @@ impl BusMastering {
         }
     }
 
-    /// Returns whether the function may do DMA, as the module would set it. `None` if the module leaves the setting
-    /// alone.
+    /// Returns whether the function may do DMA, as the module would set it. `None` if the module does not change
+    /// the setting.
     pub(crate) const fn wanted(&self) -> Option<bool> {
         if self.stale > 0 {
             Some(false)
@@ -79,8 +79,8 @@ impl BusMastering {
         Stale { epoch: self.epoch }
     }
 
-    /// The function does not use a stale mapping any more. Returns the setting to apply, or `None` to leave the setting
-    /// alone. No effect if all stale mappings were forgotten meanwhile, or the mapping is of another binding.
+    /// The function does not use a stale mapping any more. Returns the setting to apply, or `None` to keep the
+    /// setting. No effect if all stale mappings were forgotten meanwhile, or the mapping is of another binding.
     #[must_use]
     pub(crate) fn confirm(&mut self, stale: Stale) -> Option<bool> {
         if stale.epoch != self.epoch || self.stale == 0 {
@@ -113,6 +113,7 @@ impl BusMastering {
     }
 }
 
+#[cfg(any(test, CONFIG_KUNIT))]
 #[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_bus_master))]
 mod tests {
     use super::*;

@@ -146,7 +146,7 @@ impl Mapping {
         stopped
     }
 
-    /// Tells the other attachments of the function that it can do no DMA.
+    /// Notifies the other attachments of the function that it can do no DMA.
     fn spread_stop(self: &Arc<Self>) {
         if log::allowed() {
             dev_notice!(

@@ -143,6 +143,10 @@ pub enum Kernels<'a> {
     Debug(&'a str),
 }
 
+const UVERBS_LEAK: Kernels<'static> = Kernels::Stock(
+    "the debug kernel, of series 7.2, leaks the RDMA core's objects if a doorbell's dma-buf outlives its uverbs file",
+);
+
 const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no soft-dirty bits (MEM_SOFT_DIRTY)");
 
 /// Tests that run on one kernel only, apart from those that [`kernels`] selects by their list.
@@ -154,6 +158,8 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
             "an RDMA core with the peer-memory interface also registers buffers with software NICs (case peer-software)",
         ),
     ),
+    ("attach-killed", UVERBS_LEAK),
+    ("attach-nic-unbind", UVERBS_LEAK),
     ("soft-dirty", NO_SOFT_DIRTY),
     ("pageless-soft-dirty", NO_SOFT_DIRTY),
     (

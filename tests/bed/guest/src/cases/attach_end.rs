@@ -256,7 +256,7 @@ fn killed(bed: &mut Bed) -> Result<()> {
     let row = bed.provider("accel0")?;
     let next = attach(file.as_fd(), row.id, &host, 0).map_err(errno)?;
     detach(file.as_fd(), next.answer.handle).map_err(errno)?;
-    // A process that ends without detaching is like one that is killed; unbinding begins anew.
+    // A process that ends without detaching is like one that is killed; unbinding ends that.
     Part::start(PART, &[])?.finish()?;
     expect(
         "attaching afterwards",
