@@ -507,13 +507,15 @@ void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 
 /*
  * Enables a function's bus mastering. Endpoints of PCI Express have to generate addresses of 64 bits; other functions keep
- * the kernel's default of 32 bits. May sleep. The caller serialises changes of a function's bus mastering.
+ * the kernel's default of 32 bits. Segments have no largest size, as addresses and sizes go to programs. May sleep. The
+ * caller serialises changes of a function's bus mastering.
  */
 void p2pmem_pci_start_dma(struct pci_dev *pdev)
 {
 	/* Cannot fail: no device has a limit above 64 bits, and the DMA API of a PCI function accepts all masks. */
 	if (pci_is_pcie(pdev) && pci_pcie_type(pdev) == PCI_EXP_TYPE_ENDPOINT)
 		dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(64));
+	dma_set_max_seg_size(&pdev->dev, UINT_MAX);
 	pci_set_master(pdev);
 }
 

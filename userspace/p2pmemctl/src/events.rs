@@ -55,11 +55,13 @@ impl Row for Event {
                 _ => cell(""),
             }),
         ),
-        number("HANDLE", "handle of the buffer or attachment", |event, _| match event.kind {
-            EventKind::BufferRevoked { handle, .. }
-            | EventKind::AttachmentRevoked { handle, .. }
-            | EventKind::AttachmentStopped { handle, .. } => cell(handle),
-            _ => cell(""),
+        number("HANDLE", "handle of the buffer or attachment", |event, _| {
+            match event.kind {
+                EventKind::BufferRevoked { handle, .. }
+                | EventKind::AttachmentRevoked { handle, .. }
+                | EventKind::AttachmentStopped { handle, .. } => cell(handle),
+                _ => cell(""),
+            }
         }),
         number("COUNT", "number of lost events", |event, _| match event.kind {
             EventKind::Lost { count } => cell(count),

@@ -41,6 +41,13 @@ pub(super) const CASES: &[Case] = &[
         run: ioctls,
     },
     Case {
+        name: "allocation-failures-attach",
+        about: "if any one allocation fails, attaching succeeds or fails with ENOMEM and leaks nothing; detaching succeeds",
+        topology: "small",
+        ruins: false,
+        run: attaching,
+    },
+    Case {
         name: "allocation-failures-admin",
         about: "if any one allocation fails, bind, publish and rules succeed or change nothing, and undoing them cannot fail",
         topology: "small",
@@ -423,6 +430,31 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     })?;
     drop(dma_buf);
     free(fd, first.handle).map_err(errno)?;
+    // The cases `allocation-failures`, `allocation-failures-admin` and `allocation-failures-attach` sweep these calls.
+    let elsewhere = [
+        abi::P2PMEM_IOC_BUFFER,
+        abi::P2PMEM_IOC_EXPORT_DMABUF,
+        abi::P2PMEM_IOC_RULES,
+        abi::P2PMEM_IOC_ATTACH_DMABUF,
+        abi::P2PMEM_IOC_DETACH_DMABUF,
+        abi::P2PMEM_IOC_ATTACHMENT,
+    ];
+    for call in abi::P2PMEM_IOCS {
+        ensure!(
+            SWEPT.load(Relaxed) & (1 << abi::ioc_nr(call)) != 0 || elsewhere.contains(&call),
+            "ioctl {:#04x}: no case sweeps its allocations",
+            abi::ioc_nr(call)
+        );
+    }
+    bed.unpublish("accel1")
+}
+
+/// Writes an attribute; the error is an errno.
+fn attaching(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    arm()?;
+    let cannot_fail = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
     let provider = bed.provider("accel0")?.id;
     let host = sys::host_dma_buf(MIB)?;
     sweep_fallible("ATTACH_DMABUF", &[], || {
@@ -444,24 +476,9 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
         };
         sys::attachment(fd, &mut ask, Memory::Slice(&mut ranges))
     })?;
-    detach(fd, attached.answer.handle).map_err(errno)?;
-    // The cases `allocation-failures` and `allocation-failures-admin` sweep these calls.
-    let elsewhere = [
-        abi::P2PMEM_IOC_BUFFER,
-        abi::P2PMEM_IOC_EXPORT_DMABUF,
-        abi::P2PMEM_IOC_RULES,
-    ];
-    for call in abi::P2PMEM_IOCS {
-        ensure!(
-            SWEPT.load(Relaxed) & (1 << abi::ioc_nr(call)) != 0 || elsewhere.contains(&call),
-            "ioctl {:#04x}: no case sweeps its allocations",
-            abi::ioc_nr(call)
-        );
-    }
-    bed.unpublish("accel1")
+    detach(fd, attached.answer.handle).map_err(errno)
 }
 
-/// Writes an attribute; the error is an errno.
 fn set(path: &Path, text: &str) -> Result<(), i32> {
     code(std::fs::write(path, text))
 }
