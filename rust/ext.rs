@@ -8,12 +8,14 @@
 pub(crate) mod abi;
 pub(crate) mod buddy;
 pub(crate) mod bus;
+pub(crate) mod bus_master;
 pub(crate) mod chrdev;
 pub(crate) mod compat;
 pub(crate) mod completion;
 pub(crate) mod configfs;
 pub(crate) mod cred;
 pub(crate) mod device_name;
+pub(crate) mod dma_attachment;
 pub(crate) mod dma_buf;
 pub(crate) mod dma_device;
 pub(crate) mod dmem;

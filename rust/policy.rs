@@ -4,6 +4,7 @@
 //!
 //! These files import nothing but `core` and each other. The host tests compile the same files.
 
+pub(crate) mod bus_master;
 pub(crate) mod distance;
 pub(crate) mod life;
 pub(crate) mod path;

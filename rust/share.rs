@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Shares buffers with devices: the dma-buf exporter and the peer-memory client.
+//! Shares memory with devices: the dma-buf exporter, the peer-memory client, and attachments of providers' functions to
+//! dma-bufs.
 
 mod access;
+pub(crate) mod attachment;
 pub(crate) mod dmabuf;
 pub(crate) mod export_count;
 #[cfg_attr(not(p2pmem_peer), path = "share/absent.rs")]

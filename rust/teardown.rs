@@ -6,7 +6,8 @@
 //! numbers:
 //!
 //! 1. [`Provider::stop`] takes the provider's source of memory away. Allocations and registrations fail with `ENODEV`.
-//! 2. Every buffer is revoked: state, user mappings, dma-bufs and registrations, event, log line.
+//! 2. The attachments of the function to dma-bufs end. Every buffer is revoked: state, user mappings, dma-bufs and
+//!    registrations, event, log line.
 //! 3. Only when all importers were notified does the removal wait for them: for each dma-buf until its last mapping
 //!    is gone, without a limit; then for fences, 2 s for all dma-bufs of the provider together. The buffer then gives its
 //!    memory back.
@@ -285,8 +286,10 @@ impl Removal {
             stopped,
             kind,
         } = self;
+        provider.set_progress(Text::new(fmt!("its attachments are being ended")));
+        // Step 2. Attachments end first: they let the function do DMA, while buffers let others do DMA to the function.
+        provider.for_each_attachment(|attachment| attachment.provider_removed());
         provider.set_progress(Text::new(fmt!("its buffers are being revoked")));
-        // Step 2.
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));
         // Step 3: the removal waits for importers only now, when all of them were notified.

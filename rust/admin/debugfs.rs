@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,registrations,peer_memory,stats}`.
+//! debugfs: `/sys/kernel/debug/p2pmem/{providers,buffers,dmabufs,attachments,registrations,peer_memory,stats}`.
 //!
 //! The files are for debugging, have one line for each object, and are no ABI. Documentation/design/observation.md
 //! describes them.
@@ -15,6 +15,7 @@ use crate::{
     ext::abi,
     mem::buffer::State,
     share::{
+        attachment,
         dmabuf,
         peer_client, //
     }, //
@@ -36,6 +37,8 @@ pub(crate) struct Files {
     #[pin]
     dmabufs: File<Arc<Orchestrator>>,
     #[pin]
+    attachments: File<Arc<Orchestrator>>,
+    #[pin]
     registrations: File<Arc<Orchestrator>>,
     #[pin]
     peer_memory: File<Arc<Orchestrator>>,
@@ -47,7 +50,8 @@ pub(crate) struct Files {
 /// Creates the directory and its files.
 pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Error> {
     let dir = Dir::new(c"p2pmem");
-    let (a, b, c, d, e, g) = (
+    let (a, b, c, d, e, g, h) = (
+        orchestrator.clone(),
         orchestrator.clone(),
         orchestrator.clone(),
         orchestrator.clone(),
@@ -61,6 +65,7 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
             providers <- dir.clone().read_callback_file(c"providers", Ok::<_, Error>(a), &providers),
             buffers <- dir.clone().read_callback_file(c"buffers", Ok::<_, Error>(b), &buffers),
             dmabufs <- dir.clone().read_callback_file(c"dmabufs", Ok::<_, Error>(c), &dmabuf::describe_all),
+            attachments <- dir.clone().read_callback_file(c"attachments", Ok::<_, Error>(h), &attachment::describe_all),
             registrations <- dir.clone().read_callback_file(c"registrations", Ok::<_, Error>(e), &registrations),
             peer_memory <- dir.clone().read_callback_file(c"peer_memory", Ok::<_, Error>(g), &peer_memory),
             stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(d), &stats),

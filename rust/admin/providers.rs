@@ -93,6 +93,7 @@ impl GroupOperations for Providers {
                 enable: 5,
                 status: 6,
                 pinned_exports: 7,
+                attach_gid: 8,
             ],
         };
         global::ready()?;
@@ -131,6 +132,7 @@ impl ProviderDir {
                     kernel_reserve: None,
                     pages: true,
                     pinned_exports: false,
+                    attach_gid: None,
                 },
                 enabled: None,
                 removing: None,
@@ -408,6 +410,27 @@ attributes! {
             settings.publication.pinned_exports = allow;
             // Takes effect at once, for providers that other drivers published too.
             Orchestrator::get()?.set_pinned_exports(settings.publication.addr, allow);
+            Ok(())
+        })
+    };
+    // attach_gid
+    8 (dir, page): {
+        match dir.settings.lock().publication.attach_gid {
+            Some(gid) => show(page, fmt!("{}", gid)),
+            None => show(page, fmt!("none")),
+        }
+    }, text: {
+        dir.change(|settings| {
+            let gid = match word(text)? {
+                "none" => None,
+                // The largest number is no group for the kernel.
+                word => Some(word.parse().ok().filter(|&gid| gid != u32::MAX).ok_or_else(|| {
+                    refuse!(EINVAL, "attach_gid is the number of a group, or none")
+                })?),
+            };
+            settings.publication.attach_gid = gid;
+            // Takes effect at once, for later attachments.
+            Orchestrator::get()?.set_attach_gid(settings.publication.addr, gid);
             Ok(())
         })
     };

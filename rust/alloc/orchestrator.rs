@@ -236,6 +236,14 @@ impl Orchestrator {
         }
     }
 
+    /// Sets the group whose members may attach the function `addr` to dma-bufs. No effect if the function is no provider.
+    pub(crate) fn set_attach_gid(&self, addr: PciAddr, gid: Option<u32>) {
+        let registry = self.registry.lock();
+        if let Some(provider) = registry.providers.iter().find(|p| p.addr == addr) {
+            provider.set_attach_gid(gid);
+        }
+    }
+
     /// Returns an id for a new provider, never 0, never used twice.
     pub(crate) fn new_id(&self) -> u32 {
         let mut registry = self.registry.lock();

@@ -18,7 +18,11 @@ use kernel::{
 
 pub(crate) use crate::sys::{
     p2pmem_alloc as Alloc,
+    p2pmem_attach as Attach,
+    p2pmem_attachment as Attachment,
     p2pmem_buffer as Buffer,
+    p2pmem_detach as Detach,
+    p2pmem_dma_range as DmaRange,
     p2pmem_event as Event,
     p2pmem_explain as Explain,
     p2pmem_export as Export,
@@ -77,6 +81,7 @@ pub(crate) mod consts {
     pub(crate) const MAX_CLIENTS: u32 = sys::P2PMEM_MAX_CLIENTS;
     pub(crate) const MAX_RANGES: u32 = sys::P2PMEM_MAX_RANGES;
     pub(crate) const MAX_PARTS: usize = sys::P2PMEM_MAX_PARTS as usize;
+    pub(crate) const MAX_DMA_RANGES: u32 = sys::P2PMEM_MAX_DMA_RANGES;
     pub(crate) const MAX_RULES: u32 = sys::P2PMEM_MAX_RULES;
     pub(crate) const RULE_NAME: usize = sys::P2PMEM_RULE_NAME as usize;
     pub(crate) const MAX_ALIGN: u64 = sys::P2PMEM_MAX_ALIGN as u64;
@@ -88,7 +93,8 @@ pub(crate) mod consts {
         | sys::P2PMEM_FEATURE_PAGELESS
         | sys::P2PMEM_FEATURE_RULES
         | sys::P2PMEM_FEATURE_IMPORT
-        | sys::P2PMEM_FEATURE_STRIPE) as u64;
+        | sys::P2PMEM_FEATURE_STRIPE
+        | sys::P2PMEM_FEATURE_ATTACH) as u64;
     /// Returns `P2PMEM_FEATURE_PEER_MEMORY` if `open` is true: the peer-memory client is registered. Otherwise 0.
     pub(crate) fn feature_peer_memory(open: bool) -> u64 {
         if open {
@@ -103,6 +109,12 @@ pub(crate) mod consts {
     pub(crate) const ALLOC_PREFER: u32 = sys::P2PMEM_ALLOC_PREFER;
     pub(crate) const EXPORT_PINNED: u32 = sys::P2PMEM_EXPORT_PINNED;
     pub(crate) const EXPORT_MAPPED: u32 = sys::P2PMEM_EXPORT_MAPPED;
+    pub(crate) const ATTACH_QUIESCED: u32 = sys::P2PMEM_ATTACH_QUIESCED;
+    pub(crate) const ATTACHMENT_TRANSLATED: u32 = sys::P2PMEM_ATTACHMENT_TRANSLATED;
+    pub(crate) const ATTACHMENT_LIVE: u32 = sys::p2pmem_attachment_state_P2PMEM_ATTACHMENT_LIVE;
+    pub(crate) const ATTACHMENT_STOPPED: u32 = sys::p2pmem_attachment_state_P2PMEM_ATTACHMENT_STOPPED;
+    pub(crate) const ATTACHMENT_REVOKED: u32 = sys::p2pmem_attachment_state_P2PMEM_ATTACHMENT_REVOKED;
+    pub(crate) const ATTACHMENT_GONE: u32 = sys::p2pmem_attachment_state_P2PMEM_ATTACHMENT_GONE;
     pub(crate) const EXPLAIN_LAST: u32 = sys::P2PMEM_EXPLAIN_LAST;
     pub(crate) const KIND_OWN: u32 = sys::p2pmem_kind_P2PMEM_KIND_OWN;
     pub(crate) const KIND_ADOPTED: u32 = sys::p2pmem_kind_P2PMEM_KIND_ADOPTED;
@@ -135,6 +147,8 @@ pub(crate) mod consts {
     pub(crate) const EVENT_PROVIDER_REMOVED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_PROVIDER_REMOVED;
     pub(crate) const EVENT_BUFFER_REVOKED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_BUFFER_REVOKED;
     pub(crate) const EVENT_LOST: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_LOST;
+    pub(crate) const EVENT_ATTACHMENT_REVOKED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_ATTACHMENT_REVOKED;
+    pub(crate) const EVENT_ATTACHMENT_STOPPED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_ATTACHMENT_STOPPED;
 }
 
 /// The ioctl numbers, with the size of this version's structures.
@@ -154,6 +168,9 @@ pub(crate) mod ioc {
     pub(crate) const RULES: u32 = _IOW::<Rules>(MAGIC, 0x09);
     pub(crate) const IMPORT: u32 = _IOWR::<Import>(MAGIC, 0x0a);
     pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
+    pub(crate) const ATTACH_DMABUF: u32 = _IOWR::<Attach>(MAGIC, 0x0c);
+    pub(crate) const DETACH_DMABUF: u32 = _IOW::<Detach>(MAGIC, 0x0d);
+    pub(crate) const ATTACHMENT: u32 = _IOWR::<Attachment>(MAGIC, 0x0e);
 }
 
 /// Clears the size in an ioctl number.
@@ -183,6 +200,9 @@ pub(crate) mod calls {
     pub(crate) const RULES: u32 = sizeless(ioc::RULES);
     pub(crate) const IMPORT: u32 = sizeless(ioc::IMPORT);
     pub(crate) const STRIPE: u32 = sizeless(ioc::STRIPE);
+    pub(crate) const ATTACH_DMABUF: u32 = sizeless(ioc::ATTACH_DMABUF);
+    pub(crate) const DETACH_DMABUF: u32 = sizeless(ioc::DETACH_DMABUF);
+    pub(crate) const ATTACHMENT: u32 = sizeless(ioc::ATTACHMENT);
 }
 
 /// Asserts the sizes of structures of the header and implements [`FromBytes`] and [`AsBytes`] for them.
@@ -204,6 +224,7 @@ travel! {
     PciAddress: 8, Info: 88, Provider: 136, List: 24, Path: 40, Paths: 40, Request: 88, Alloc: 128, Free: 8,
     Buffer: 64, Verdict: 96, Explain: 128, Stats: 104, Event: 32,
     Range: 16, Export: 32, Rule: 72, Rules: 24, Import: 40, Part: 48, Stripe: 120,
+    DmaRange: 16, Attach: 48, Detach: 8, Attachment: 48,
 }
 
 #[kernel::prelude::kunit_tests(p2pmem_uapi)]
@@ -228,6 +249,9 @@ mod tests {
             (ioc::RULES, WRITE, size_of::<Rules>()),
             (ioc::IMPORT, READ | WRITE, size_of::<Import>()),
             (ioc::STRIPE, READ | WRITE, size_of::<Stripe>()),
+            (ioc::ATTACH_DMABUF, READ | WRITE, size_of::<Attach>()),
+            (ioc::DETACH_DMABUF, WRITE, size_of::<Detach>()),
+            (ioc::ATTACHMENT, READ | WRITE, size_of::<Attachment>()),
         ];
         let mut next = 0;
         for (number, dir, size) in all {

@@ -5,7 +5,10 @@
 //! Kbuild sets `p2pmem_linux_7_3` for Linux 7.3 and later. No other Rust file depends on the kernel's version. Of the C
 //! files, only `rust/sys/compat.h` compares `LINUX_VERSION_CODE`.
 
-use kernel::prelude::*;
+use kernel::{
+    bindings,
+    prelude::*, //
+};
 
 /// Returns this module, as the owner of a registration.
 #[cfg(p2pmem_linux_7_3)]
@@ -55,3 +58,11 @@ pub(super) type IdInfo<'a, T> = Option<&'a T>;
 /// The argument of a PCI driver's `probe` with the data of the matching table entry. Before 7.3 it is always present.
 #[cfg(not(p2pmem_linux_7_3))]
 pub(super) type IdInfo<'a, T> = &'a T;
+
+/// The direction of DMA in which a device may read and write. Since 7.3 the directions are a type of their own.
+#[cfg(p2pmem_linux_7_3)]
+pub(super) const DMA_BIDIRECTIONAL: bindings::dma_data_direction = bindings::dma_data_direction::DMA_BIDIRECTIONAL;
+
+/// The direction of DMA in which a device may read and write. Before 7.3 the directions are integers.
+#[cfg(not(p2pmem_linux_7_3))]
+pub(super) const DMA_BIDIRECTIONAL: bindings::dma_data_direction = bindings::dma_data_direction_DMA_BIDIRECTIONAL;

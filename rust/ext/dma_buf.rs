@@ -167,20 +167,78 @@ impl Link {
     }
 }
 
-/// The result of [`DmaBuf::get`]: a dma-buf of this exporter, or the name of another exporter.
-pub(crate) enum Lookup<T: Exporter> {
-    /// A dma-buf of this exporter.
-    Ours(DmaBuf<T>),
-    /// A dma-buf of another exporter.
-    Foreign(ExporterName),
-}
-
-/// The name of another driver's exporter, from `struct dma_buf.exp_name`, cut to 32 bytes.
+/// The name of an exporter, from `struct dma_buf.exp_name`, cut to 32 bytes.
+#[derive(Clone, Copy)]
 pub(crate) struct ExporterName([u8; 32]);
 
 impl fmt::Display for ExporterName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write_ascii(f, &self.0)
+    }
+}
+
+/// A reference to a dma-buf of any exporter.
+///
+/// # Invariants
+///
+/// The pointer is a dma-buf, and this object owns one reference to it.
+pub(crate) struct AnyDmaBuf(NonNull<bindings::dma_buf>);
+
+// SAFETY: A dma-buf can be used and released on any thread.
+unsafe impl Send for AnyDmaBuf {}
+// SAFETY: All methods read fields that do not change.
+unsafe impl Sync for AnyDmaBuf {}
+
+impl AnyDmaBuf {
+    /// Looks up a descriptor of the current process.
+    ///
+    /// Process context. Errors: `EBADF` if there is no such descriptor, `EINVAL` if it is no dma-buf.
+    pub(crate) fn get(fd: i32) -> Result<Self> {
+        // SAFETY: The call has no requirements. It returns an error pointer, or a dma-buf with a reference for the caller.
+        let found = from_err_ptr(unsafe { bindings::dma_buf_get(fd) })?;
+        // INVARIANT: The reference from `dma_buf_get()` goes to the result.
+        Ok(Self(NonNull::new(found).ok_or(EINVAL)?))
+    }
+
+    /// Returns the raw pointer, which is valid as long as `self`.
+    pub(super) fn as_raw(&self) -> *mut bindings::dma_buf {
+        self.0.as_ptr()
+    }
+
+    /// Returns the size in bytes.
+    pub(crate) fn size(&self) -> u64 {
+        // SAFETY: By the type invariant the dma-buf is valid. Its size does not change.
+        unsafe { (*self.as_raw()).size as u64 }
+    }
+
+    /// Returns the name of the exporter.
+    pub(crate) fn exporter_name(&self) -> ExporterName {
+        let mut name = [0; 32];
+        // SAFETY: By the type invariant the dma-buf is valid. The core requires a name, which lives as long as the
+        // exporter's module, and the dma-buf keeps that module loaded.
+        let said = unsafe { CStr::from_char_ptr((*self.as_raw()).exp_name) };
+        for (to, from) in name.iter_mut().zip(said.to_bytes()) {
+            *to = *from;
+        }
+        ExporterName(name)
+    }
+
+    /// Returns the object behind the dma-buf, if the dma-buf is of the exporter `T`.
+    pub(crate) fn object_of<T: Exporter>(&self) -> Option<ArcBorrow<'_, T>> {
+        // SAFETY: By the type invariant the dma-buf is valid, and its operations do not change.
+        if !ptr::eq(unsafe { (*self.as_raw()).ops }, DmaBuf::<T>::table()) {
+            return None;
+        }
+        // SAFETY: The dma-buf has the operations of `T`, and `self`'s reference keeps it from being released for the
+        // lifetime of the borrow.
+        Some(unsafe { DmaBuf::<T>::object(self.as_raw()) })
+    }
+}
+
+impl Drop for AnyDmaBuf {
+    fn drop(&mut self) {
+        // SAFETY: By the type invariant this object owns a reference to the dma-buf, which is dropped once.
+        unsafe { bindings::dma_buf_put(self.as_raw()) };
     }
 }
 
@@ -240,37 +298,6 @@ impl<T: Exporter> DmaBuf<T> {
     /// Returns the address of the operations, which the core reads.
     fn table() -> *const bindings::dma_buf_ops {
         T::operations().0.get()
-    }
-
-    /// Looks up a descriptor of the current process.
-    ///
-    /// Process context. Errors: `EBADF` if there is no such descriptor, `EINVAL` if it is no dma-buf.
-    pub(crate) fn get(fd: i32) -> Result<Lookup<T>> {
-        // SAFETY: The call has no requirements. It returns an error pointer, or a dma-buf with a reference for the caller.
-        let found = from_err_ptr(unsafe { bindings::dma_buf_get(fd) })?;
-        let found = NonNull::new(found).ok_or(EINVAL)?;
-        // SAFETY: The reference keeps the dma-buf valid, and its operations do not change.
-        if ptr::eq(unsafe { (*found.as_ptr()).ops }, Self::table()) {
-            // INVARIANT: The operations are those of `T`, and the reference from `dma_buf_get()` goes to the result.
-            return Ok(Lookup::Ours(Self(found, PhantomData)));
-        }
-        let mut name = [0; 32];
-        // SAFETY: The reference keeps the dma-buf valid. The core requires a name, which lives as long as the exporter's
-        // module, and the dma-buf keeps that module loaded.
-        let said = unsafe { CStr::from_char_ptr((*found.as_ptr()).exp_name) };
-        for (to, from) in name.iter_mut().zip(said.to_bytes()) {
-            *to = *from;
-        }
-        // SAFETY: The reference from `dma_buf_get()` is dropped once, here, and the dma-buf is not used afterwards.
-        unsafe { bindings::dma_buf_put(found.as_ptr()) };
-        Ok(Lookup::Foreign(ExporterName(name)))
-    }
-
-    /// Returns the object behind the dma-buf.
-    pub(crate) fn exporter(&self) -> ArcBorrow<'_, T> {
-        // SAFETY: By the type invariant the dma-buf has the operations of `T`, and `self`'s reference keeps it from being
-        // released for the lifetime of the borrow.
-        unsafe { Self::object(self.0.as_ptr()) }
     }
 
     /// Exports `object` as a dma-buf of `size` bytes with the owner `module`. May sleep; takes the link's lock.

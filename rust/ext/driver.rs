@@ -11,6 +11,10 @@
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
 use crate::ext::{
+    bus_master::{
+        BusMaster,
+        DmaUse, //
+    },
     compat::{
         pci_device_table,
         IdInfo, //
@@ -31,7 +35,10 @@ use crate::ext::{
     }, //
 };
 use crate::{
-    policy::path::PciAddr,
+    policy::{
+        bus_master::Stale,
+        path::PciAddr, //
+    },
     sys, //
 };
 use core::{marker::PhantomData, ptr};
@@ -69,12 +76,13 @@ pub(crate) struct Driver<H>(PhantomData<H>);
 ///
 /// While the entry is in [`BOUND`], `device` is bound to the driver. Since it was bound: the BARs in the bit mask `claimed`
 /// were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its pool. Windows of the
-/// device are counted in `windows`.
+/// device are counted in `windows`, and its uses for DMA in `master`; unbinding waits for both.
 struct BoundDevice {
     device: *mut bindings::pci_dev,
     claimed: u32,
     range: Option<(u32, u64, u64)>,
     windows: Arc<Windows>,
+    master: Arc<BusMaster>,
 }
 
 // SAFETY: A `struct pci_dev` is not bound to a thread, and the pointer is only dereferenced while the device is bound.
@@ -103,6 +111,15 @@ fn forget_bound(device: *mut bindings::pci_dev) {
     global::drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
 }
 
+/// Forgets which DMA a bound device may still do, because the device was reset.
+fn was_reset(device: *mut bindings::pci_dev) {
+    initialised();
+    let bound = BOUND.lock();
+    if let Some(entry) = bound.iter().find(|d| ptr::eq(d.device, device)) {
+        entry.master.was_reset();
+    }
+}
+
 /// The driver data of a bound device. Dropping it removes the device from [`BOUND`], also if `probe` fails later.
 pub(crate) struct Data(BoundDevice);
 
@@ -127,7 +144,7 @@ impl<H: Hooks> Driver<H> {
         mmio_enabled: None,
         slot_reset: Some(Self::slot_reset),
         reset_prepare: Some(Self::reset_prepare),
-        reset_done: None,
+        reset_done: Some(Self::reset_done),
         resume: None,
         cor_error_detected: None,
     };
@@ -140,6 +157,15 @@ impl<H: Hooks> Driver<H> {
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
         // SAFETY: The caller guarantees a bound device.
         unsafe { Self::remove_before_reset(device, c"the device is about to be reset", true) };
+    }
+
+    /// `reset_done` of `struct pci_error_handlers`: the device does no DMA that was requested before the reset.
+    ///
+    /// # Safety
+    ///
+    /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
+    unsafe extern "C" fn reset_done(device: *mut bindings::pci_dev) {
+        was_reset(device);
     }
 
     /// Withdraws the device's pool and reports the device as lost.
@@ -189,6 +215,7 @@ impl<H: Hooks> Driver<H> {
     unsafe extern "C" fn slot_reset(device: *mut bindings::pci_dev) -> bindings::pci_ers_result_t {
         // SAFETY: The caller guarantees a bound device. The PCI core saved its configuration when the device was added.
         unsafe { bindings::pci_restore_state(device) };
+        was_reset(device);
         // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
         H::recovered(&function);
@@ -213,13 +240,15 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             // are a static, which lives longer than the driver's registration.
             unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
             let windows = Windows::new()?;
+            let master = BusMaster::new(Function::of(dev))?;
             let entry = || BoundDevice {
                 device,
                 claimed: 0,
                 range: None,
                 windows: windows.clone(),
+                master: master.clone(),
             };
-            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window exists.
+            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window and no use exists.
             BOUND.lock().push(entry(), GFP_KERNEL)?;
             Ok(Data(entry()))
         };
@@ -228,10 +257,11 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
         let function = Function::of(dev);
-        // First: after this `with_bound` does not find the device, so no range is added and no window is made.
+        // First: after this `with_bound` does not find the device, so no range is added, and no window and no use is made.
         forget_bound(function.as_raw());
         H::unbinding(&function);
         this.0.windows.wait();
+        this.0.master.wait();
     }
 }
 
@@ -241,13 +271,15 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 /// # Invariants
 ///
 /// `range` (BAR, offset, size), if any, was added to the device's pool since the device was bound. The unbinding of the
-/// device waits until `windows` counts no window.
+/// device waits until `windows` counts no window, and `master`, if any, no use.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
     /// The BARs that this driver has claimed, as a bit mask. None for a device of another driver.
     claimed: Option<&'a mut u32>,
     range: &'a mut Option<(u32, u64, u64)>,
     windows: &'a Arc<Windows>,
+    /// The bus mastering of a device of this driver.
+    master: Option<&'a Arc<BusMaster>>,
 }
 
 impl<'a> Published<'a> {
@@ -269,6 +301,7 @@ impl<'a> Published<'a> {
             claimed: None,
             range,
             windows,
+            master: None,
         }
     }
 
@@ -296,6 +329,19 @@ impl<'a> Published<'a> {
         // INVARIANT: The BAR was claimed above.
         *claimed |= bit;
         Ok(())
+    }
+
+    /// Returns a use of the device for DMA, for which the device stays bound. `None` for a device of another driver.
+    pub(crate) fn dma_use(&self) -> Option<DmaUse> {
+        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `master`.
+        self.master.map(|master| unsafe { DmaUse::new(master) })
+    }
+
+    /// Confirms that the device does not use a stale mapping any more: see [`DmaUse::stop`].
+    pub(crate) fn confirm(&self, stale: Stale) {
+        if let Some(master) = self.master {
+            master.confirm(stale);
+        }
     }
 
     /// Adds a range of a BAR to the device's pool, with a `struct page` for each page.
@@ -361,11 +407,12 @@ pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -
     // the entry before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
     // pci_dev` in every context.
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
-    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's windows.
+    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's windows and uses.
     Some(f(Published {
         device,
         claimed: Some(&mut entry.claimed),
         range: &mut entry.range,
         windows: &entry.windows,
+        master: Some(&entry.master),
     }))
 }

@@ -54,6 +54,8 @@ pub(crate) struct Publication {
     pub(crate) pages: bool,
     /// Whether importers that cannot be revoked may attach to exports.
     pub(crate) pinned_exports: bool,
+    /// The group whose members may attach the function to dma-bufs. Unused for a registration of a driver.
+    pub(crate) attach_gid: Option<u32>,
 }
 
 /// Makes providers of drivers' registrations. Called in process context; may sleep.
@@ -247,6 +249,7 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
         kernel_reserve: Some(what.kernel_reserve),
         pages: what.flags & sys::P2PMEM_PUBLISH_PAGELESS == 0,
         pinned_exports: what.flags & sys::P2PMEM_PUBLISH_PINNED != 0,
+        attach_gid: None,
     };
     initialised();
     let registrar = REGISTRAR.lock().clone().ok_or(ENODEV)?;

@@ -43,6 +43,7 @@ use crate::{
             MemorySource, //
         },
         provider::counters::Counters,
+        traits::DeviceAttachment,
         walk, //
     },
     policy::{
@@ -70,6 +71,9 @@ mod scrubber;
 
 /// Bytes that are cleared in one step.
 const STEP: u64 = 2 << 20;
+
+/// The value of `Provider::attach_gid` for no group. The kernel uses it for an invalid group too.
+const NO_GROUP: u32 = u32::MAX;
 
 /// How the memory of a provider was published.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -103,6 +107,8 @@ struct Inner<B> {
     outstanding: u32,
     /// Live buffers by number.
     buffers: RBTree<u64, Arc<B>>,
+    /// The attachments of the function to dma-bufs, by their numbers.
+    attachments: RBTree<u64, Arc<dyn DeviceAttachment>>,
     /// Number of `buffers`.
     count: u32,
     /// Memory that waits for the scrubber.
@@ -159,6 +165,8 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     flags: u32,
     /// Whether the administrator allows pinned exports, which a revocation has to wait for.
     pinned_exports: AtomicFlag,
+    /// The group whose members may attach the function to dma-bufs, or [`NO_GROUP`].
+    attach_gid: Atomic<u32>,
     /// Number of open dma-bufs.
     exports: Atomic<u32>,
     pub(crate) counters: Counters,
@@ -199,6 +207,7 @@ pub(crate) struct ProviderConfig {
     pub(crate) kernel_reserve: u64,
     pub(crate) combine: bool,
     pub(crate) pinned_exports: bool,
+    pub(crate) attach_gid: Option<u32>,
     /// The driver that registered the memory, if one did.
     pub(crate) publisher: Option<Arc<RevokeCallback>>,
 }
@@ -260,6 +269,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 combine: config.combine,
                 flags,
                 pinned_exports: AtomicFlag::new(config.pinned_exports),
+                attach_gid: Atomic::new(config.attach_gid.unwrap_or(NO_GROUP)),
                 exports: Atomic::new(0),
                 counters: Counters::new(),
                 publisher: config.publisher,
@@ -272,6 +282,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                     region: Some(region),
                     outstanding: 0,
                     buffers: RBTree::new(),
+                    attachments: RBTree::new(),
                     count: 0,
                     dirty: MemoryList::EMPTY,
                     pinned: MemoryList::EMPTY,
@@ -329,6 +340,41 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Allows or forbids pinned exports. Existing ones stay.
     pub(crate) fn set_pinned_exports(&self, allow: bool) {
         self.pinned_exports.store(allow, Relaxed);
+    }
+
+    /// Returns the group whose members may attach the function to dma-bufs.
+    pub(crate) fn attach_gid(&self) -> Option<u32> {
+        Some(self.attach_gid.load(Relaxed)).filter(|&gid| gid != NO_GROUP)
+    }
+
+    /// Sets the group whose members may attach the function. Existing attachments stay.
+    pub(crate) fn set_attach_gid(&self, gid: Option<u32>) {
+        self.attach_gid.store(gid.unwrap_or(NO_GROUP), Relaxed);
+    }
+
+    /// Adds an attachment of the function to a dma-buf. Errors: `ENODEV` (being removed), `ENOMEM`.
+    pub(crate) fn add_attachment(&self, id: u64, attachment: Arc<dyn DeviceAttachment>) -> Result {
+        let node = RBTreeNode::new(id, attachment, GFP_KERNEL_ACCOUNT)?;
+        let mut inner = self.inner.lock();
+        if inner.source.is_none() {
+            drop(inner);
+            drop(node);
+            return Err(ENODEV);
+        }
+        inner.attachments.insert(node);
+        Ok(())
+    }
+
+    /// Removes an attachment from the list.
+    pub(crate) fn remove_attachment(&self, id: u64) {
+        let removed = self.inner.lock().attachments.remove_node(&id);
+        // Dropped without `inner` held.
+        drop(removed);
+    }
+
+    /// Calls `f` for each attachment in turn, without a lock held. An attachment that is added meanwhile may be missed.
+    pub(crate) fn for_each_attachment(&self, f: impl FnMut(&Arc<dyn DeviceAttachment>)) {
+        walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().attachments, from), f);
     }
 
     /// Updates the hint of free memory after a change of `inner`, with its lock held.

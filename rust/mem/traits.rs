@@ -2,8 +2,8 @@
 
 //! The traits through which buffers and memory call into later layers.
 //!
-//! [`Revocable`]: a dma-buf or registration that a removal takes away (`rust/share`). [`Ledger`]: the keeper of charges
-//! (`rust/alloc/rules.rs`).
+//! [`Revocable`]: a dma-buf or registration that a removal takes away (`rust/share`). [`DeviceAttachment`]: an attachment
+//! of a provider's function to a dma-buf (`rust/share`). [`Ledger`]: the keeper of charges (`rust/alloc/rules.rs`).
 
 use crate::ext::dmem::CgroupCharge;
 use kernel::{fmt, sync::Arc};
@@ -47,6 +47,20 @@ pub(crate) trait Revocable: Send + Sync {
     }
 
     /// Writes the line that debugfs shows.
+    fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
+}
+
+/// An attachment of a provider's function to a dma-buf, through which the function does DMA to memory of others.
+///
+/// Context: process context, may sleep, with none of the module's locks held.
+pub(crate) trait DeviceAttachment: Send + Sync {
+    /// Ends the attachment because the provider is being removed. When this returns, the function has no mapping.
+    fn provider_removed(&self);
+
+    /// The function can do no DMA because of another attachment, or of this one.
+    fn function_stopped(&self);
+
+    /// Writes the lines that debugfs shows.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
 }
 

@@ -66,6 +66,7 @@ impl Orchestrator {
             kernel_reserve: reserve,
             combine: bar.is_some_and(|(bar, _)| function.prefetchable(bar)),
             pinned_exports: false,
+            attach_gid: None,
             publisher: None,
         };
         let provider = Provider::adopted(parts, pool, size)?;

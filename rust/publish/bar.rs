@@ -279,6 +279,7 @@ impl Orchestrator {
             kernel_reserve: reserve,
             combine: function.prefetchable(bar),
             pinned_exports: wanted.pinned_exports,
+            attach_gid: wanted.attach_gid,
             publisher,
         };
         let provider = Provider::own(parts, backing)?;

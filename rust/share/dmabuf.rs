@@ -20,11 +20,11 @@ use crate::{
         completion::Completion,
         device_name::DeviceName,
         dma_buf::{
+            AnyDmaBuf,
             DmaBuf,
             Exporter,
             Importer,
             Link,
-            Lookup,
             MapSource,
             Operations,
             PhysRange, //
@@ -48,7 +48,8 @@ use crate::{
     mem::{
         buffer::{
             Buffer,
-            Holder, //
+            Holder,
+            Provider, //
         },
         traits::{
             Revocable,
@@ -221,20 +222,15 @@ impl Export {
     /// buffer, `ENODEV` if the buffer is revoked, and the others of `P2PMEM_IOC_IMPORT` that concern the descriptor and
     /// the buffer.
     pub(crate) fn import(fd: i32, file: u64) -> Answer<Holder> {
-        let dma_buf = match DmaBuf::<Self>::get(fd) {
-            Ok(Lookup::Ours(dma_buf)) => dma_buf,
-            Ok(Lookup::Foreign(name)) => {
-                return Err(refuse!(
-                    EXDEV,
-                    "descriptor {} is a dma-buf of {}, not of p2pmem",
-                    fd,
-                    name
-                ));
-            }
-            Err(e) if e == EBADF => return Err(refuse!(e, "{} is not an open file descriptor", fd)),
-            Err(e) => return Err(refuse!(e, "descriptor {} is not a dma-buf", fd)),
-        };
-        let export = dma_buf.exporter();
+        let dma_buf = look_up(fd)?;
+        let export = dma_buf.object_of::<Self>().ok_or_else(|| {
+            refuse!(
+                EXDEV,
+                "descriptor {} is a dma-buf of {}, not of p2pmem",
+                fd,
+                dma_buf.exporter_name()
+            )
+        })?;
         let buffer = &export.buffer;
         let whole = Range {
             offset: 0,
@@ -250,6 +246,11 @@ impl Export {
             e if e == ENODEV => export.revoked(),
             e => e.into(),
         })
+    }
+
+    /// Returns the provider of the buffer.
+    pub(super) fn provider(&self) -> &Provider {
+        &self.buffer.provider
     }
 
     /// Marks the export as revoked and invalidates the importers' mappings, once. When this returns, no new mapping can be
@@ -558,6 +559,14 @@ impl Exporter for Export {
             this.buffer.end_export(this.id);
         }
     }
+}
+
+/// Looks up the dma-buf of a descriptor of the current process. Errors: `EBADF`, `EINVAL` if it is no dma-buf.
+pub(super) fn look_up(fd: i32) -> Answer<AnyDmaBuf> {
+    AnyDmaBuf::get(fd).map_err(|e| match e {
+        e if e == EBADF => refuse!(e, "{} is not an open file descriptor", fd),
+        e => refuse!(e, "descriptor {} is not a dma-buf", fd),
+    })
 }
 
 /// Writes all dma-bufs, for debugfs.

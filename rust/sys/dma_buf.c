@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * The C side of the dma-buf exporter (rust/ext/dma_buf.rs): DMA mappings of BAR memory in several pieces, and the names of
- * devices. Process context; mapping and unmapping require the dma-buf's reservation lock.
+ * The C side of the dma-buf exporter (rust/ext/dma_buf.rs) and importer (rust/ext/dma_attachment.rs): DMA mappings of BAR
+ * memory in several pieces, properties of DMA mappings, and the names of devices. Process context; mapping and unmapping require the dma-buf's reservation lock.
  */
 
 #include <linux/device.h>
 #include <linux/dma-buf.h>
 #include <linux/dma-buf-mapping.h>
+#include <linux/dma-mapping.h>
 #include <linux/err.h>
+#include <linux/iommu.h>
 #include <linux/module.h>
 #include <linux/pci.h>
 #include <linux/scatterlist.h>
@@ -107,6 +109,50 @@ void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *s
 	sg_free_table(&map->sgt);
 	kfree(map);
 	return keep;
+}
+
+/*
+ * Returns the number of entries of a DMA mapping, and writes the first @count ones. @ranges may be NULL if @count is 0. The
+ * table must stay mapped during the call.
+ */
+u32 p2pmem_sgt_ranges(struct sg_table *sgt, struct p2pmem_dma_range *ranges, u32 count)
+{
+	struct scatterlist *sg;
+	unsigned int i;
+
+	for_each_sgtable_dma_sg(sgt, sg, i) {
+		if (i >= count)
+			break;
+		ranges[i].address = sg_dma_address(sg);
+		ranges[i].size = sg_dma_len(sg);
+	}
+	return sgt->nents;
+}
+
+/*
+ * Returns whether the end of a DMA mapping at @address also ends the device's access: an IOMMU translates the address, and
+ * invalidates the translation when the mapping ends, not later. Bus addresses of peers are not translated even if the
+ * device is behind an IOMMU; the IOMMU's addresses never equal them, because the kernel excludes the windows of host
+ * bridges. The device must be bound to its driver.
+ */
+bool p2pmem_dma_is_translated(struct device *dev, u64 address)
+{
+#ifdef CONFIG_IOMMU_API
+	struct iommu_domain *domain = iommu_get_domain_for_dev(dev);
+
+	return domain && domain->type == IOMMU_DOMAIN_DMA && iommu_iova_to_phys(domain, address);
+#else
+	return false;
+#endif
+}
+
+/*
+ * Returns whether the device's DMA at @address goes to a bounce buffer, or is not coherent with the caches of the CPU, so
+ * that others see it only after a dma_sync_*() call.
+ */
+bool p2pmem_dma_is_bounced(struct device *dev, u64 address)
+{
+	return dma_need_sync(dev, address);
 }
 
 /* Copies the names of a device and of its driver, cut to the buffers. Any context in which the device is valid. */

@@ -9,6 +9,7 @@
 
 #include <linux/capability.h>
 #include <linux/configfs.h>
+#include <linux/dma-mapping.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
 #include <linux/gpu_buddy.h>
@@ -502,6 +503,46 @@ void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
 	}
 	strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
 	device_unlock(&pdev->dev);
+}
+
+/*
+ * Enables a function's bus mastering. Endpoints of PCI Express have to generate addresses of 64 bits; other functions keep
+ * the kernel's default of 32 bits. Segments have no largest size, as addresses and sizes go to programs. May sleep. The
+ * caller serialises changes of a function's bus mastering.
+ */
+void p2pmem_pci_start_dma(struct pci_dev *pdev)
+{
+	/* Cannot fail: no device has a limit above 64 bits, and the DMA API of a PCI function accepts all masks. */
+	if (pci_is_pcie(pdev) && pci_pcie_type(pdev) == PCI_EXP_TYPE_ENDPOINT)
+		dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(64));
+	dma_set_max_seg_size(&pdev->dev, UINT_MAX);
+	pci_set_master(pdev);
+}
+
+/*
+ * Disables a function's bus mastering. On return, the function's posted writes have left its link, and its reads have
+ * completed, or the function did not report their end within a second and a half. Sleeps. The caller serialises changes
+ * of a function's bus mastering.
+ */
+void p2pmem_pci_stop_dma(struct pci_dev *pdev)
+{
+	u16 command;
+
+	pci_clear_master(pdev);
+	/* The completion of a read does not pass the posted writes that the function sent before. */
+	pci_read_config_word(pdev, PCI_COMMAND, &command);
+	/* A function that is gone reads as all ones, and its pending transactions never end. */
+	if (!PCI_POSSIBLE_ERROR(command))
+		pci_wait_for_pending_transaction(pdev);
+}
+
+/* Returns whether a function's bus mastering is enabled. Reads configuration space, as programs may have changed it. */
+bool p2pmem_pci_does_dma(struct pci_dev *pdev)
+{
+	u16 command;
+
+	pci_read_config_word(pdev, PCI_COMMAND, &command);
+	return !PCI_POSSIBLE_ERROR(command) && command & PCI_COMMAND_MASTER;
 }
 
 /* Returns the only online node, or NUMA_NO_NODE if several are online. */

@@ -65,6 +65,9 @@ struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev);
 int p2pmem_pci_pcie_type(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
 void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len);
+void p2pmem_pci_start_dma(struct pci_dev *pdev);
+void p2pmem_pci_stop_dma(struct pci_dev *pdev);
+bool p2pmem_pci_does_dma(struct pci_dev *pdev);
 int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
 const struct bus_type *p2pmem_pci_bus_type(void);
@@ -91,6 +94,9 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
 				    void *keep);
 void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
+u32 p2pmem_sgt_ranges(struct sg_table *sgt, struct p2pmem_dma_range *ranges, u32 count);
+bool p2pmem_dma_is_translated(struct device *dev, u64 address);
+bool p2pmem_dma_is_bounced(struct device *dev, u64 address);
 void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);
 struct pci_dev *p2pmem_dev_pci(struct device *dev);
 

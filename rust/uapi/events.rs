@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The queue of events of an open file.
+//! The events of an open file: their queue, and who waits for them.
 //!
-//! Context: nothing here allocates or sleeps. The file's mutex protects the queue.
+//! Context: process context, may sleep. [`Events`] has a mutex for each of its parts; neither is held while another lock is
+//! taken, and both may be taken with a dma-buf's reservation locked.
 //!
 //! C header: `include/uapi/linux/p2pmem.h` (`struct p2pmem_event`)
 
@@ -13,10 +14,72 @@ use crate::ext::{
     },
     log, //
 };
+use crate::share::attachment::Watcher;
 use core::mem::size_of;
+use kernel::{
+    new_condvar, new_mutex,
+    prelude::*,
+    sync::{poll::PollCondVar, Arc, CondVar, Mutex},
+};
 
 /// Capacity of a queue, in events.
 const EVENTS: usize = 64;
+
+/// The events of one file. Attachments refer to it too, so it may outlive the file.
+#[pin_data]
+pub(super) struct Events {
+    #[pin]
+    pub(super) queue: Mutex<EventQueue>,
+    /// Where readers wait for events.
+    #[pin]
+    pub(super) readable: CondVar,
+    /// Where pollers wait, made by the first poll: freeing it takes an RCU grace period, which a file without pollers avoids.
+    #[pin]
+    pub(super) polled: Mutex<Option<Pin<KBox<PollCondVar>>>>,
+}
+
+impl Events {
+    /// Creates an empty queue that nobody waits for. Errors: `ENOMEM`.
+    pub(super) fn new() -> Result<Arc<Self>> {
+        Arc::pin_init(
+            pin_init!(Self {
+                queue <- new_mutex!(EventQueue::new()),
+                readable <- new_condvar!("p2pmem_events"),
+                polled <- new_mutex!(None),
+            }),
+            GFP_KERNEL_ACCOUNT,
+        )
+    }
+
+    /// Appends an event to the queue and wakes its readers.
+    pub(super) fn push(&self, kind: u32, provider: u32, handle: u32) {
+        let wake = self.queue.lock().push(|| abi::Event {
+            size: size_of::<abi::Event>() as u32,
+            type_: kind,
+            provider,
+            handle,
+            time_ns: log::now_ns(),
+            ..Default::default()
+        });
+        if wake {
+            self.wake();
+        }
+    }
+
+    /// Wakes readers and pollers.
+    pub(super) fn wake(&self) {
+        self.readable.notify_all();
+        if let Some(polled) = &*self.polled.lock() {
+            polled.notify_all();
+        }
+    }
+}
+
+impl Watcher for Events {
+    fn attachment_event(&self, kind: u32, provider: u32, handle: u32) {
+        self.push(kind, provider, handle);
+    }
+}
 
 /// Events of one file that are not read yet. A full queue drops new events and counts them.
 ///

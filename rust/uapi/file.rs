@@ -2,7 +2,7 @@
 
 //! An open file of `/dev/p2pmem`: its handles, its rules, its last decision and its events.
 //!
-//! Each field has a mutex of its own. None of them is held while another is taken, while user space is accessed, or while
+//! Each field has mutexes of its own. None of them is held while another is taken, while user space is accessed, or while
 //! a buffer ends.
 
 use crate::{
@@ -23,7 +23,6 @@ use crate::{
             self,
             consts, //
         },
-        log,
         refusal::{
             refuse,
             Answer,
@@ -34,20 +33,26 @@ use crate::{
         Buffer,
         Holder, //
     },
-    share::export_count::ExportCount,
+    share::{
+        attachment::{
+            Attachment,
+            End, //
+        },
+        export_count::ExportCount, //
+    },
     uapi::{
-        events::EventQueue,
+        events::Events,
         handles::{
+            AttachmentSlot,
             Handles,
             Slot, //
         }, //
     }, //
 };
-use core::mem::size_of;
 use kernel::{
-    new_condvar, new_mutex,
+    new_mutex,
     prelude::*,
-    sync::{poll::PollCondVar, Arc, CondVar, Mutex},
+    sync::{Arc, Mutex},
 };
 
 /// The last decision of a file.
@@ -73,14 +78,7 @@ pub(crate) struct File {
     rules: Mutex<Option<Arc<RuleSet>>>,
     #[pin]
     last: Mutex<LastDecision>,
-    #[pin]
-    pub(super) events: Mutex<EventQueue>,
-    /// Where readers wait for events.
-    #[pin]
-    pub(super) readable: CondVar,
-    /// Where pollers wait, made by the first poll: freeing it takes an RCU grace period, which a file without pollers avoids.
-    #[pin]
-    pub(super) polled: Mutex<Option<Pin<KBox<PollCondVar>>>>,
+    pub(super) events: Arc<Events>,
 }
 
 impl File {
@@ -89,6 +87,7 @@ impl File {
         let orchestrator = Orchestrator::get()?;
         let for_file = orchestrator.clone();
         let exports = ExportCount::new()?;
+        let events = Events::new()?;
         let file: Arc<Self> = Arc::pin_init(
             pin_init!(Self {
                 id: for_file.file_id(),
@@ -100,39 +99,12 @@ impl File {
                     decision: None,
                     spare: None,
                 }),
-                events <- new_mutex!(EventQueue::new()),
-                readable <- new_condvar!("p2pmem_events"),
-                polled <- new_mutex!(None),
+                events,
             }),
             GFP_KERNEL_ACCOUNT,
         )?;
         orchestrator.add_file(file.id, file.clone())?;
         Ok(file)
-    }
-
-    // Events
-
-    /// Appends an event to the file's queue and wakes its readers.
-    fn push_event(&self, kind: u32, provider: u32, handle: u32) {
-        let wake = self.events.lock().push(|| abi::Event {
-            size: size_of::<abi::Event>() as u32,
-            type_: kind,
-            provider,
-            handle,
-            time_ns: log::now_ns(),
-            ..Default::default()
-        });
-        if wake {
-            self.wake();
-        }
-    }
-
-    /// Wakes readers and pollers.
-    pub(super) fn wake(&self) {
-        self.readable.notify_all();
-        if let Some(polled) = &*self.polled.lock() {
-            polled.notify_all();
-        }
     }
 
     // Handles
@@ -169,6 +141,51 @@ impl File {
         match holder {
             Some(_) => Ok(()),
             None => Err(refuse!(ENOENT, "there is no handle {} on this file", handle)),
+        }
+    }
+
+    // Attachments
+
+    /// Calls `attach` with a new handle, and gives the attachment the handle. Errors: `ENOMEM`, `EMFILE` (the file's limit),
+    /// those of `attach`.
+    pub(super) fn insert_attachment(&self, attach: impl FnOnce(u32) -> Answer<Arc<Attachment>>) -> Answer<u32> {
+        let slot = AttachmentSlot::new()?;
+        let handle = self.handles.lock().reserve()?;
+        match attach(handle) {
+            Ok(attachment) => {
+                self.handles.lock().insert_attachment(handle, attachment, slot);
+                Ok(handle)
+            }
+            Err(refusal) => {
+                self.handles.lock().cancel();
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Returns the attachment of a handle. Errors: `ENOENT`.
+    pub(super) fn attachment(&self, handle: u32) -> Answer<Arc<Attachment>> {
+        let found = self.handles.lock().attachment(handle);
+        found.ok_or_else(|| refuse!(ENOENT, "there is no attachment {} on this file", handle))
+    }
+
+    /// Closes the handle of an attachment: the function does not use the addresses any more. Errors: `ENOENT`.
+    pub(super) fn detach(&self, handle: u32) -> Answer {
+        let attachment = self.handles.lock().remove_attachment(handle);
+        let attachment = attachment.ok_or_else(|| refuse!(ENOENT, "there is no attachment {} on this file", handle))?;
+        // The lock is released: the end calls the exporter.
+        attachment.end(End::Detached);
+        Ok(())
+    }
+
+    /// Ends all attachments, because the file is closed.
+    pub(super) fn end_attachments(&self) {
+        loop {
+            let first = self.handles.lock().take_attachment();
+            match first {
+                Some(attachment) => attachment.end(End::Closed),
+                None => return,
+            }
         }
     }
 
@@ -254,7 +271,7 @@ impl File {
 
 impl OpenFile for File {
     fn notify(&self, kind: u32, provider: u32) {
-        self.push_event(kind, provider, 0);
+        self.events.push(kind, provider, 0);
     }
 
     /// Queues one event for each handle of a revoked buffer.
@@ -264,10 +281,10 @@ impl OpenFile for File {
         loop {
             let next = self.handles.lock().next_of(buffer, last);
             match next {
-                Some(handle) => self.push_event(consts::EVENT_BUFFER_REVOKED, provider, handle),
+                Some(handle) => self.events.push(consts::EVENT_BUFFER_REVOKED, provider, handle),
                 // The file has freed its handles, and only mappings keep the buffer.
                 None if last == 0 && buffer.file == self.id => {
-                    self.push_event(consts::EVENT_BUFFER_REVOKED, provider, 0)
+                    self.events.push(consts::EVENT_BUFFER_REVOKED, provider, 0)
                 }
                 None => return,
             }

@@ -49,6 +49,7 @@ impl chrdev::Operations for File {
 
     fn close(this: Arc<Self>) {
         this.orchestrator.remove_file(this.id);
+        this.end_attachments();
     }
 
     fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result {
@@ -62,7 +63,7 @@ impl chrdev::Operations for File {
         }
         let mut done = 0;
         while out.len() >= size {
-            let mut events = this.events.lock();
+            let mut events = this.events.queue.lock();
             while events.is_empty() {
                 if done > 0 {
                     return Ok(done);
@@ -70,7 +71,7 @@ impl chrdev::Operations for File {
                 if nonblock {
                     return Err(EAGAIN);
                 }
-                if this.readable.wait_interruptible(&mut events) {
+                if this.events.readable.wait_interruptible(&mut events) {
                     return Err(ERESTARTSYS);
                 }
             }
@@ -79,8 +80,8 @@ impl chrdev::Operations for File {
             if let Some(event) = event {
                 if let Err(error) = out.write(&event) {
                     // The event goes back into the queue, for the next read.
-                    this.events.lock().push_front(event);
-                    this.wake();
+                    this.events.queue.lock().push_front(event);
+                    this.events.wake();
                     return if done > 0 { Ok(done) } else { Err(error) };
                 }
                 done += size;
@@ -90,7 +91,7 @@ impl chrdev::Operations for File {
     }
 
     fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
-        let mut polled = this.polled.lock();
+        let mut polled = this.events.polled.lock();
         if polled.is_none() {
             *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
         }
@@ -100,7 +101,7 @@ impl chrdev::Operations for File {
         };
         table.register_wait(file, waiting);
         drop(polled);
-        if this.events.lock().is_empty() {
+        if this.events.queue.lock().is_empty() {
             0
         } else {
             READABLE

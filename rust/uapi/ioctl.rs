@@ -28,6 +28,7 @@ use crate::{
     mem::buffer::Buffer,
     policy::ranges::Range,
     share::{
+        attachment::Attachment,
         dmabuf::Export,
         peer_client,
         range_list, //
@@ -152,6 +153,37 @@ impl File {
                 }
                 ("EXPORT_DMABUF", answer)
             }
+            calls::ATTACH_DMABUF => {
+                let mut made = None;
+                let answer = arg.exchange(
+                    offset_of!(abi::Attach, size),
+                    |a: &mut abi::Attach| {
+                        made = Some(self.attach(a)?);
+                        self.write_ranges(a.handle, (a.ranges, &mut a.nr_ranges, a.range_size))
+                    },
+                    true,
+                );
+                if let (Err(_), Some(handle)) = (&answer, made) {
+                    // The caller does not learn the handle, so the function does not use the addresses.
+                    let _ = self.detach(handle);
+                }
+                ("ATTACH_DMABUF", answer)
+            }
+            calls::DETACH_DMABUF => (
+                "DETACH_DMABUF",
+                arg.exchange(
+                    offset_of!(abi::Detach, flags),
+                    |a: &mut abi::Detach| {
+                        no_flags(a.flags, 0)?;
+                        self.detach(a.handle)
+                    },
+                    false,
+                ),
+            ),
+            calls::ATTACHMENT => (
+                "ATTACHMENT",
+                arg.exchange(offset_of!(abi::Attachment, size), |a| self.attachment_ioctl(a), true),
+            ),
             _ => return Err(ENOTTY),
         };
         answer.map_err(|refusal| {
@@ -407,6 +439,53 @@ impl File {
             slot,
             file: made.into_file(),
         })
+    }
+
+    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle, which is also returned.
+    fn attach(&self, arg: &mut abi::Attach) -> Answer<u32> {
+        no_flags(arg.flags, consts::ATTACH_QUIESCED)?;
+        no_reserved(arg.reserved)?;
+        // Checks the array before anything is done.
+        ArrayWriter::new(arg.ranges, arg.nr_ranges, arg.range_size)?;
+        let provider = self
+            .orchestrator
+            .provider(arg.provider)
+            .ok_or_else(|| refuse!(ENOENT, "there is no provider {}", arg.provider))?;
+        let quiesced = arg.flags & consts::ATTACH_QUIESCED != 0;
+        arg.handle = self.insert_attachment(|handle| {
+            let attachment = Attachment::new(&provider, arg.fd, handle, quiesced, self.events.clone())?;
+            arg.size = attachment.size;
+            arg.info = attachment.status().1;
+            Ok(attachment)
+        })?;
+        Ok(arg.handle)
+    }
+
+    /// Writes the ranges of an attachment to an array: address, number of elements, and their size. The number becomes that
+    /// of all ranges.
+    fn write_ranges(&self, handle: u32, (at, count, size): (u64, &mut u32, u32)) -> Answer {
+        let mut out = ArrayWriter::new(at, *count, size)?;
+        let (ranges, all) = self.attachment(handle)?.ranges(*count as usize)?;
+        for range in &ranges {
+            out.write(&abi::DmaRange {
+                address: range.offset,
+                size: range.size,
+            })?;
+        }
+        *count = all as u32;
+        Ok(())
+    }
+
+    /// Describes an attachment.
+    fn attachment_ioctl(&self, arg: &mut abi::Attachment) -> Answer {
+        no_flags(arg.flags, 0)?;
+        no_reserved(arg.reserved)?;
+        let attachment = self.attachment(arg.handle)?;
+        self.write_ranges(arg.handle, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
+        arg.provider = attachment.provider();
+        arg.size = attachment.size;
+        (arg.state, arg.info) = attachment.status();
+        Ok(())
     }
 
     /// Returns the one buffer that the calling process has mapped at all these address ranges, and the mapped ranges of it.

@@ -47,6 +47,8 @@
 #define P2PMEM_MAX_RANGES	64
 /* The most parts of a stripe. */
 #define P2PMEM_MAX_PARTS	16
+/* The most DMA ranges of an attachment. */
+#define P2PMEM_MAX_DMA_RANGES	65536
 /* The most rules of an open file. */
 #define P2PMEM_MAX_RULES	32
 /* The size of a rule's name in bytes, with its NUL. */
@@ -78,6 +80,7 @@ struct p2pmem_pci_addr {
 #define P2PMEM_FEATURE_RULES		(1ULL << 6)	/* rules of the administrator and of files apply */
 #define P2PMEM_FEATURE_IMPORT		(1ULL << 7)	/* a dma-buf of a whole buffer can be imported as a handle */
 #define P2PMEM_FEATURE_STRIPE		(1ULL << 8)	/* one request can be served by several providers */
+#define P2PMEM_FEATURE_ATTACH		(1ULL << 9)	/* an own provider's function can be attached to any dma-buf */
 
 /**
  * struct p2pmem_info - the module and its totals
@@ -499,6 +502,130 @@ struct p2pmem_import {
 };
 
 /**
+ * struct p2pmem_dma_range - a part of a dma-buf, as the attached function addresses it
+ * @address: address for the function's DMA: a bus address, or an I/O address that an IOMMU translates
+ * @size: size in bytes
+ */
+struct p2pmem_dma_range {
+	__u64 address;
+	__u64 size;
+};
+
+/**
+ * enum p2pmem_attachment_state - the state of an attachment
+ * @P2PMEM_ATTACHMENT_LIVE: the function can do DMA to the ranges
+ * @P2PMEM_ATTACHMENT_STOPPED: the ranges are valid, but the function can do no DMA: another attachment of the function
+ *	ended while the function may still have used it, and nobody has confirmed yet that the function has stopped
+ * @P2PMEM_ATTACHMENT_REVOKED: the exporter took the memory back, and there are no ranges any more
+ * @P2PMEM_ATTACHMENT_GONE: the provider was removed, and there are no ranges any more
+ */
+enum p2pmem_attachment_state {
+	P2PMEM_ATTACHMENT_LIVE = 1,
+	P2PMEM_ATTACHMENT_STOPPED = 2,
+	P2PMEM_ATTACHMENT_REVOKED = 3,
+	P2PMEM_ATTACHMENT_GONE = 4,
+};
+
+/* &struct p2pmem_attach.flags: the function uses no address of an attachment that has ended, and may do DMA again */
+#define P2PMEM_ATTACH_QUIESCED		(1U << 0)
+
+/* &struct p2pmem_attach.info and &struct p2pmem_attachment.info */
+#define P2PMEM_ATTACHMENT_TRANSLATED	(1U << 0)	/* an IOMMU ends the function's access when the mapping ends */
+
+/**
+ * struct p2pmem_attach - attach the function of an own provider to a dma-buf, and map the dma-buf for the function's DMA
+ * @fd: descriptor of the dma-buf; the caller still has to close it
+ * @provider: id of the provider whose function will do the DMA; of kind %P2PMEM_KIND_OWN
+ * @flags: %P2PMEM_ATTACH_QUIESCED or zero
+ * @handle: out: handle of the attachment on this file, a number of its own like those of buffers
+ * @ranges: array of &struct p2pmem_dma_range to fill, in the order of the dma-buf's offsets; adjacent ranges are one
+ * @nr_ranges: in: number of elements in @ranges; out: number of ranges. Ranges that do not fit are counted, not written:
+ *	&P2PMEM_IOC_ATTACHMENT returns them later
+ * @range_size: size of one element of @ranges in bytes
+ * @size: out: size of the dma-buf in bytes
+ * @info: out: %P2PMEM_ATTACHMENT_TRANSLATED or zero
+ * @reserved: must be zero
+ *
+ * The function can then read and write the memory at the ranges: the doorbell page of a NIC, memory of another device,
+ * or memory of the machine. The caller needs CAP_SYS_ADMIN, or membership in the group that the administrator named in
+ * the provider's configfs attribute attach_gid. The module enables the function's bus mastering while the function has
+ * attachments.
+ *
+ * The exporter can take the memory back at any time. The module then ends the mapping, the file gets
+ * %P2PMEM_EVENT_ATTACHMENT_REVOKED, and the handle stays until it is closed. The event can come before this ioctl
+ * returns. An exporter that moves its memory revokes too: attach again for the new addresses.
+ *
+ * If no IOMMU ends the function's access (@info), the module disables the function's bus mastering whenever a mapping
+ * ends and the caller did not detach: the exporter revoked, the file was closed, or the provider was removed. Bus
+ * mastering stays disabled until each such handle was closed with &P2PMEM_IOC_DETACH_DMABUF, which confirms that the
+ * function no longer uses the addresses; if the file was closed, until an attach with %P2PMEM_ATTACH_QUIESCED, or until
+ * the function was reset. Other attachments of the function are %P2PMEM_ATTACHMENT_STOPPED meanwhile.
+ *
+ * Errors: -EINVAL (a bad field, the descriptor is no dma-buf, or a dma-buf of the function's own memory), -EBADF (no such
+ * descriptor), -ENOENT (no such provider), -EPERM (the caller may not attach the function), -EOPNOTSUPP (the function is
+ * bound to another driver, the exporter does not support such an importer, or the DMA would go through a bounce buffer),
+ * -EBUSY (bus mastering is disabled, see above), -ENODEV (the provider is being removed, or the exporter has taken the
+ * memory back), -EHOSTUNREACH or -EACCES (a dma-buf of p2pmem that the function cannot reach, or that rules deny),
+ * -E2BIG (more than %P2PMEM_MAX_DMA_RANGES ranges), -EMFILE (this file has 65,536 handles, or has used up all numbers),
+ * -EINTR, -ENOMEM, and those of the exporter.
+ */
+struct p2pmem_attach {
+	__s32 fd;
+	__u32 provider;
+	__u32 flags;
+	__u32 handle;
+	__u64 ranges;
+	__u32 nr_ranges;
+	__u32 range_size;
+	__u64 size;
+	__u32 info;
+	__u32 reserved;
+};
+
+/**
+ * struct p2pmem_detach - close the handle of an attachment
+ * @handle: the handle
+ * @flags: must be zero
+ *
+ * The caller confirms that the function does no DMA to the ranges any more and will not begin: see &struct p2pmem_attach.
+ *
+ * Errors: -ENOENT (no such attachment on this file).
+ */
+struct p2pmem_detach {
+	__u32 handle;
+	__u32 flags;
+};
+
+/**
+ * struct p2pmem_attachment - query an attachment
+ * @handle: in: the handle
+ * @provider: id of the provider
+ * @state: &enum p2pmem_attachment_state
+ * @info: %P2PMEM_ATTACHMENT_TRANSLATED or zero
+ * @ranges: array of &struct p2pmem_dma_range to fill, in the order of the dma-buf's offsets
+ * @nr_ranges: in: number of elements in @ranges; out: number of ranges, 0 if the mapping has ended. Ranges that do not
+ *	fit are counted, not written
+ * @range_size: size of one element of @ranges in bytes
+ * @size: size of the dma-buf in bytes
+ * @flags: must be zero
+ * @reserved: must be zero
+ *
+ * Errors: -ENOENT (no such attachment on this file).
+ */
+struct p2pmem_attachment {
+	__u32 handle;
+	__u32 provider;
+	__u32 state;
+	__u32 info;
+	__u64 ranges;
+	__u32 nr_ranges;
+	__u32 range_size;
+	__u64 size;
+	__u32 flags;
+	__u32 reserved;
+};
+
+/**
  * struct p2pmem_part - one buffer of a stripe
  * @handle: handle of the buffer on this file
  * @provider: id of the provider
@@ -791,12 +918,18 @@ struct p2pmem_rules {
  * @P2PMEM_EVENT_PROVIDER_REMOVED: a provider was removed
  * @P2PMEM_EVENT_BUFFER_REVOKED: a buffer of this file was revoked
  * @P2PMEM_EVENT_LOST: events were dropped, as the reader was too slow; list the providers again
+ * @P2PMEM_EVENT_ATTACHMENT_REVOKED: an attachment of this file ended: the exporter took the memory back, or the provider
+ *	was removed
+ * @P2PMEM_EVENT_ATTACHMENT_STOPPED: the function of an attachment of this file can do no DMA: see
+ *	%P2PMEM_ATTACHMENT_STOPPED
  */
 enum p2pmem_event_type {
 	P2PMEM_EVENT_PROVIDER_ADDED = 1,
 	P2PMEM_EVENT_PROVIDER_REMOVED = 2,
 	P2PMEM_EVENT_BUFFER_REVOKED = 3,
 	P2PMEM_EVENT_LOST = 4,
+	P2PMEM_EVENT_ATTACHMENT_REVOKED = 5,
+	P2PMEM_EVENT_ATTACHMENT_STOPPED = 6,
 };
 
 /**
@@ -804,8 +937,9 @@ enum p2pmem_event_type {
  * @size: size of this event in bytes; the next event follows
  * @type: &enum p2pmem_event_type
  * @provider: id of the provider, 0 for %P2PMEM_EVENT_LOST
- * @handle: handle of the buffer, for %P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has its own event.
- *	Also 0 for a buffer that was allocated through the file and whose handle is closed
+ * @handle: handle of the buffer, for %P2PMEM_EVENT_BUFFER_REVOKED, or of the attachment, for
+ *	%P2PMEM_EVENT_ATTACHMENT_REVOKED and %P2PMEM_EVENT_ATTACHMENT_STOPPED, else 0. Each handle of the file has its
+ *	own event. Also 0 for a buffer that was allocated through the file and whose handle is closed
  * @count: number of dropped events, for %P2PMEM_EVENT_LOST, else 0
  * @reserved: zero
  * @time_ns: time of the event, CLOCK_MONOTONIC in nanoseconds
@@ -840,6 +974,9 @@ struct p2pmem_event {
 #define P2PMEM_IOC_RULES	_IOW(P2PMEM_IOC_MAGIC, 0x09, struct p2pmem_rules)
 #define P2PMEM_IOC_IMPORT	_IOWR(P2PMEM_IOC_MAGIC, 0x0a, struct p2pmem_import)
 #define P2PMEM_IOC_STRIPE	_IOWR(P2PMEM_IOC_MAGIC, 0x0b, struct p2pmem_stripe)
+#define P2PMEM_IOC_ATTACH_DMABUF	_IOWR(P2PMEM_IOC_MAGIC, 0x0c, struct p2pmem_attach)
+#define P2PMEM_IOC_DETACH_DMABUF	_IOW(P2PMEM_IOC_MAGIC, 0x0d, struct p2pmem_detach)
+#define P2PMEM_IOC_ATTACHMENT	_IOWR(P2PMEM_IOC_MAGIC, 0x0e, struct p2pmem_attachment)
 
 /**
  * DOC: mmap

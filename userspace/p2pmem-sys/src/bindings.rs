@@ -18,13 +18,15 @@ pub type p2pmem_path_class = core::ffi::c_uint;
 pub type p2pmem_strategy = core::ffi::c_uint;
 #[doc = " enum p2pmem_buffer_state - the state of a buffer\n @P2PMEM_BUFFER_LIVE: the buffer can be mapped and used\n @P2PMEM_BUFFER_REVOKING: the provider is being removed, and mappings are being unmapped\n @P2PMEM_BUFFER_GONE: the buffer has no memory any more; an access to a mapping raises SIGBUS"]
 pub type p2pmem_buffer_state = core::ffi::c_uint;
+#[doc = " enum p2pmem_attachment_state - the state of an attachment\n @P2PMEM_ATTACHMENT_LIVE: the function can do DMA to the ranges\n @P2PMEM_ATTACHMENT_STOPPED: the ranges are valid, but the function can do no DMA: another attachment of the function\n\tended while the function may still have used it, and nobody has confirmed yet that the function has stopped\n @P2PMEM_ATTACHMENT_REVOKED: the exporter took the memory back, and there are no ranges any more\n @P2PMEM_ATTACHMENT_GONE: the provider was removed, and there are no ranges any more"]
+pub type p2pmem_attachment_state = core::ffi::c_uint;
 #[doc = " enum p2pmem_verdict_code - why a provider was or was not chosen\n @P2PMEM_VERDICT_CHOSEN: the provider was chosen\n @P2PMEM_VERDICT_UNREACHABLE: a client cannot reach the provider\n @P2PMEM_VERDICT_TOO_FAR: a path is farther than max_class of the request\n @P2PMEM_VERDICT_TOO_SMALL: the provider could not hold the buffer even if empty\n @P2PMEM_VERDICT_FULL: the provider has too few free bytes\n @P2PMEM_VERDICT_FRAGMENTED: the provider has enough free bytes, but not in one piece with the alignment\n @P2PMEM_VERDICT_REMOVING: the provider is being removed\n @P2PMEM_VERDICT_NOT_NAMED: the request names another provider\n @P2PMEM_VERDICT_CLASS: another provider has a nearer path class\n @P2PMEM_VERDICT_HOPS: another provider is fewer hops away\n @P2PMEM_VERDICT_BANDWIDTH: the narrowest link to another provider is wider\n @P2PMEM_VERDICT_NUMA: another provider has a smaller NUMA distance\n @P2PMEM_VERDICT_LOAD: another provider is less loaded\n @P2PMEM_VERDICT_SPACE: another provider has a larger free piece\n @P2PMEM_VERDICT_ORDER: the provider equals the chosen one, which comes first in the order of ids\n @P2PMEM_VERDICT_UPSTREAM: pci_p2pmem_find_many() returned another provider\n @P2PMEM_VERDICT_DENIED: a rule denies the provider\n @P2PMEM_VERDICT_QUOTA: the buffer would exceed a rule's quota\n @P2PMEM_VERDICT_RESERVED: rules reserve the free memory for others\n @P2PMEM_VERDICT_PREFERENCE: a rule prefers another provider or avoids this one\n @P2PMEM_VERDICT_PACKED: another provider is more loaded, with %P2PMEM_STRATEGY_PACK\n @P2PMEM_VERDICT_CGROUP: the buffer would exceed the cgroup's limit for the provider (dmem.max)\n @P2PMEM_VERDICT_TOO_FEW: the provider could hold a part of the stripe, but too few others can"]
 pub type p2pmem_verdict_code = core::ffi::c_uint;
 #[doc = " enum p2pmem_rule_set - the set that a rule belongs to\n @P2PMEM_RULES_NONE: no rule\n @P2PMEM_RULES_ADMIN: the administrator's rules, in configfs\n @P2PMEM_RULES_FILE: the file's rules, see &P2PMEM_IOC_RULES"]
 pub type p2pmem_rule_set = core::ffi::c_uint;
 #[doc = " enum p2pmem_rule_action - the action of a rule for a provider\n @P2PMEM_RULE_ALLOW: the provider is allowed\n @P2PMEM_RULE_DENY: the provider is denied\n @P2PMEM_RULE_PREFER: the provider is chosen before providers that are not preferred\n @P2PMEM_RULE_AVOID: the provider is chosen only if no other can serve"]
 pub type p2pmem_rule_action = core::ffi::c_uint;
-#[doc = " enum p2pmem_event_type - the type of an event\n @P2PMEM_EVENT_PROVIDER_ADDED: a provider was added\n @P2PMEM_EVENT_PROVIDER_REMOVED: a provider was removed\n @P2PMEM_EVENT_BUFFER_REVOKED: a buffer of this file was revoked\n @P2PMEM_EVENT_LOST: events were dropped, as the reader was too slow; list the providers again"]
+#[doc = " enum p2pmem_event_type - the type of an event\n @P2PMEM_EVENT_PROVIDER_ADDED: a provider was added\n @P2PMEM_EVENT_PROVIDER_REMOVED: a provider was removed\n @P2PMEM_EVENT_BUFFER_REVOKED: a buffer of this file was revoked\n @P2PMEM_EVENT_LOST: events were dropped, as the reader was too slow; list the providers again\n @P2PMEM_EVENT_ATTACHMENT_REVOKED: an attachment of this file ended: the exporter took the memory back, or the provider\n\twas removed\n @P2PMEM_EVENT_ATTACHMENT_STOPPED: the function of an attachment of this file can do no DMA: see\n\t%P2PMEM_ATTACHMENT_STOPPED"]
 pub type p2pmem_event_type = core::ffi::c_uint;
 #[doc = " struct p2pmem_pci_addr - the address of a PCI function\n @domain: PCI domain (segment)\n @bus: bus number\n @devfn: device number << 3 | function number\n @reserved: must be zero"]
 #[repr(C)]
@@ -198,6 +200,50 @@ pub struct p2pmem_import {
     pub mmap_offset: __u64,
     pub bar_offset: __u64,
 }
+#[doc = " struct p2pmem_dma_range - a part of a dma-buf, as the attached function addresses it\n @address: address for the function's DMA: a bus address, or an I/O address that an IOMMU translates\n @size: size in bytes"]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_dma_range {
+    pub address: __u64,
+    pub size: __u64,
+}
+#[doc = " struct p2pmem_attach - attach the function of an own provider to a dma-buf, and map the dma-buf for the function's DMA\n @fd: descriptor of the dma-buf; the caller still has to close it\n @provider: id of the provider whose function will do the DMA; of kind %P2PMEM_KIND_OWN\n @flags: %P2PMEM_ATTACH_QUIESCED or zero\n @handle: out: handle of the attachment on this file, a number of its own like those of buffers\n @ranges: array of &struct p2pmem_dma_range to fill, in the order of the dma-buf's offsets; adjacent ranges are one\n @nr_ranges: in: number of elements in @ranges; out: number of ranges. Ranges that do not fit are counted, not written:\n\t&P2PMEM_IOC_ATTACHMENT returns them later\n @range_size: size of one element of @ranges in bytes\n @size: out: size of the dma-buf in bytes\n @info: out: %P2PMEM_ATTACHMENT_TRANSLATED or zero\n @reserved: must be zero\n\n The function can then read and write the memory at the ranges: the doorbell page of a NIC, memory of another device,\n or memory of the machine. The caller needs CAP_SYS_ADMIN, or membership in the group that the administrator named in\n the provider's configfs attribute attach_gid. The module enables the function's bus mastering while the function has\n attachments.\n\n The exporter can take the memory back at any time. The module then ends the mapping, the file gets\n %P2PMEM_EVENT_ATTACHMENT_REVOKED, and the handle stays until it is closed. The event can come before this ioctl\n returns. An exporter that moves its memory revokes too: attach again for the new addresses.\n\n If no IOMMU ends the function's access (@info), the module disables the function's bus mastering whenever a mapping\n ends and the caller did not detach: the exporter revoked, the file was closed, or the provider was removed. Bus\n mastering stays disabled until each such handle was closed with &P2PMEM_IOC_DETACH_DMABUF, which confirms that the\n function no longer uses the addresses; if the file was closed, until an attach with %P2PMEM_ATTACH_QUIESCED, or until\n the function was reset. Other attachments of the function are %P2PMEM_ATTACHMENT_STOPPED meanwhile.\n\n Errors: -EINVAL (a bad field, the descriptor is no dma-buf, or a dma-buf of the function's own memory), -EBADF (no such\n descriptor), -ENOENT (no such provider), -EPERM (the caller may not attach the function), -EOPNOTSUPP (the function is\n bound to another driver, the exporter does not support such an importer, or the DMA would go through a bounce buffer),\n -EBUSY (bus mastering is disabled, see above), -ENODEV (the provider is being removed, or the exporter has taken the\n memory back), -EHOSTUNREACH or -EACCES (a dma-buf of p2pmem that the function cannot reach, or that rules deny),\n -E2BIG (more than %P2PMEM_MAX_DMA_RANGES ranges), -EMFILE (this file has 65,536 handles, or has used up all numbers),\n -EINTR, -ENOMEM, and those of the exporter."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_attach {
+    pub fd: __s32,
+    pub provider: __u32,
+    pub flags: __u32,
+    pub handle: __u32,
+    pub ranges: __u64,
+    pub nr_ranges: __u32,
+    pub range_size: __u32,
+    pub size: __u64,
+    pub info: __u32,
+    pub reserved: __u32,
+}
+#[doc = " struct p2pmem_detach - close the handle of an attachment\n @handle: the handle\n @flags: must be zero\n\n The caller confirms that the function does no DMA to the ranges any more and will not begin: see &struct p2pmem_attach.\n\n Errors: -ENOENT (no such attachment on this file)."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_detach {
+    pub handle: __u32,
+    pub flags: __u32,
+}
+#[doc = " struct p2pmem_attachment - query an attachment\n @handle: in: the handle\n @provider: id of the provider\n @state: &enum p2pmem_attachment_state\n @info: %P2PMEM_ATTACHMENT_TRANSLATED or zero\n @ranges: array of &struct p2pmem_dma_range to fill, in the order of the dma-buf's offsets\n @nr_ranges: in: number of elements in @ranges; out: number of ranges, 0 if the mapping has ended. Ranges that do not\n\tfit are counted, not written\n @range_size: size of one element of @ranges in bytes\n @size: size of the dma-buf in bytes\n @flags: must be zero\n @reserved: must be zero\n\n Errors: -ENOENT (no such attachment on this file)."]
+#[repr(C)]
+#[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct p2pmem_attachment {
+    pub handle: __u32,
+    pub provider: __u32,
+    pub state: __u32,
+    pub info: __u32,
+    pub ranges: __u64,
+    pub nr_ranges: __u32,
+    pub range_size: __u32,
+    pub size: __u64,
+    pub flags: __u32,
+    pub reserved: __u32,
+}
 #[doc = " struct p2pmem_part - one buffer of a stripe\n @handle: handle of the buffer on this file\n @provider: id of the provider\n @offset: first byte in the stripe\n @size: size in bytes\n @mmap_offset: offset at which mmap() on this file maps the buffer\n @bar_offset: first byte in the provider's BAR; all ones if the BAR is not known\n @class: class of the path to the farthest client; 0 without clients\n @reserved: zero"]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
@@ -297,7 +343,7 @@ pub struct p2pmem_rules {
     pub rule_size: __u32,
     pub reserved: __u32,
 }
-#[doc = " struct p2pmem_event - an event, as read() returns it\n @size: size of this event in bytes; the next event follows\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for %P2PMEM_EVENT_LOST\n @handle: handle of the buffer, for %P2PMEM_EVENT_BUFFER_REVOKED, else 0. Each handle of the file has its own event.\n\tAlso 0 for a buffer that was allocated through the file and whose handle is closed\n @count: number of dropped events, for %P2PMEM_EVENT_LOST, else 0\n @reserved: zero\n @time_ns: time of the event, CLOCK_MONOTONIC in nanoseconds\n\n read() returns as many whole events as fit. A newer module may return larger events: a program reads the fields\n that it knows and advances by @size. %P2PMEM_MAX_EVENT bytes are enough for one event of any version. If an event\n cannot be copied, it stays in the queue, and read() returns the events before it.\n\n A file gets the events after it was opened. Errors of read(): -EINVAL (too small for one event), -EAGAIN\n (O_NONBLOCK without an event)."]
+#[doc = " struct p2pmem_event - an event, as read() returns it\n @size: size of this event in bytes; the next event follows\n @type: &enum p2pmem_event_type\n @provider: id of the provider, 0 for %P2PMEM_EVENT_LOST\n @handle: handle of the buffer, for %P2PMEM_EVENT_BUFFER_REVOKED, or of the attachment, for\n\t%P2PMEM_EVENT_ATTACHMENT_REVOKED and %P2PMEM_EVENT_ATTACHMENT_STOPPED, else 0. Each handle of the file has its\n\town event. Also 0 for a buffer that was allocated through the file and whose handle is closed\n @count: number of dropped events, for %P2PMEM_EVENT_LOST, else 0\n @reserved: zero\n @time_ns: time of the event, CLOCK_MONOTONIC in nanoseconds\n\n read() returns as many whole events as fit. A newer module may return larger events: a program reads the fields\n that it knows and advances by @size. %P2PMEM_MAX_EVENT bytes are enough for one event of any version. If an event\n cannot be copied, it stays in the queue, and read() returns the events before it.\n\n A file gets the events after it was opened. Errors of read(): -EINVAL (too small for one event), -EAGAIN\n (O_NONBLOCK without an event)."]
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone, Hash, PartialEq, Eq)]
 pub struct p2pmem_event {
@@ -316,6 +362,7 @@ pub const P2PMEM_MAX_EVENT: u32 = 256;
 pub const P2PMEM_MAX_CLIENTS: u32 = 64;
 pub const P2PMEM_MAX_RANGES: u32 = 64;
 pub const P2PMEM_MAX_PARTS: u32 = 16;
+pub const P2PMEM_MAX_DMA_RANGES: u32 = 65536;
 pub const P2PMEM_MAX_RULES: u32 = 32;
 pub const P2PMEM_RULE_NAME: u32 = 32;
 pub const P2PMEM_MAX_ALIGN: u32 = 1073741824;
@@ -328,6 +375,7 @@ pub const P2PMEM_FEATURE_PEER_MEMORY: u32 = 32;
 pub const P2PMEM_FEATURE_RULES: u32 = 64;
 pub const P2PMEM_FEATURE_IMPORT: u32 = 128;
 pub const P2PMEM_FEATURE_STRIPE: u32 = 256;
+pub const P2PMEM_FEATURE_ATTACH: u32 = 512;
 pub const P2PMEM_PROVIDER_PAGELESS: u32 = 1;
 pub const P2PMEM_PROVIDER_EXPORTABLE: u32 = 2;
 pub const P2PMEM_PROVIDER_PINNED_EXPORTS: u32 = 4;
@@ -338,6 +386,8 @@ pub const P2PMEM_PATHS_RESCAN: u32 = 1;
 pub const P2PMEM_ALLOC_PREFER: u32 = 1;
 pub const P2PMEM_EXPORT_PINNED: u32 = 1;
 pub const P2PMEM_EXPORT_MAPPED: u32 = 2;
+pub const P2PMEM_ATTACH_QUIESCED: u32 = 1;
+pub const P2PMEM_ATTACHMENT_TRANSLATED: u32 = 1;
 pub const P2PMEM_EXPLAIN_LAST: u32 = 1;
 pub const P2PMEM_RULE_PROVIDER: u32 = 1;
 pub const P2PMEM_RULE_CLIENT: u32 = 2;
@@ -538,6 +588,55 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
+    ["Size of p2pmem_dma_range"][::core::mem::size_of::<p2pmem_dma_range>() - 16usize];
+    ["Alignment of p2pmem_dma_range"][::core::mem::align_of::<p2pmem_dma_range>() - 8usize];
+    ["Offset of field: p2pmem_dma_range::address"][::core::mem::offset_of!(p2pmem_dma_range, address) - 0usize];
+    ["Offset of field: p2pmem_dma_range::size"][::core::mem::offset_of!(p2pmem_dma_range, size) - 8usize];
+};
+pub const P2PMEM_ATTACHMENT_LIVE: p2pmem_attachment_state = 1;
+pub const P2PMEM_ATTACHMENT_STOPPED: p2pmem_attachment_state = 2;
+pub const P2PMEM_ATTACHMENT_REVOKED: p2pmem_attachment_state = 3;
+pub const P2PMEM_ATTACHMENT_GONE: p2pmem_attachment_state = 4;
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_attach"][::core::mem::size_of::<p2pmem_attach>() - 48usize];
+    ["Alignment of p2pmem_attach"][::core::mem::align_of::<p2pmem_attach>() - 8usize];
+    ["Offset of field: p2pmem_attach::fd"][::core::mem::offset_of!(p2pmem_attach, fd) - 0usize];
+    ["Offset of field: p2pmem_attach::provider"][::core::mem::offset_of!(p2pmem_attach, provider) - 4usize];
+    ["Offset of field: p2pmem_attach::flags"][::core::mem::offset_of!(p2pmem_attach, flags) - 8usize];
+    ["Offset of field: p2pmem_attach::handle"][::core::mem::offset_of!(p2pmem_attach, handle) - 12usize];
+    ["Offset of field: p2pmem_attach::ranges"][::core::mem::offset_of!(p2pmem_attach, ranges) - 16usize];
+    ["Offset of field: p2pmem_attach::nr_ranges"][::core::mem::offset_of!(p2pmem_attach, nr_ranges) - 24usize];
+    ["Offset of field: p2pmem_attach::range_size"][::core::mem::offset_of!(p2pmem_attach, range_size) - 28usize];
+    ["Offset of field: p2pmem_attach::size"][::core::mem::offset_of!(p2pmem_attach, size) - 32usize];
+    ["Offset of field: p2pmem_attach::info"][::core::mem::offset_of!(p2pmem_attach, info) - 40usize];
+    ["Offset of field: p2pmem_attach::reserved"][::core::mem::offset_of!(p2pmem_attach, reserved) - 44usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_detach"][::core::mem::size_of::<p2pmem_detach>() - 8usize];
+    ["Alignment of p2pmem_detach"][::core::mem::align_of::<p2pmem_detach>() - 4usize];
+    ["Offset of field: p2pmem_detach::handle"][::core::mem::offset_of!(p2pmem_detach, handle) - 0usize];
+    ["Offset of field: p2pmem_detach::flags"][::core::mem::offset_of!(p2pmem_detach, flags) - 4usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
+    ["Size of p2pmem_attachment"][::core::mem::size_of::<p2pmem_attachment>() - 48usize];
+    ["Alignment of p2pmem_attachment"][::core::mem::align_of::<p2pmem_attachment>() - 8usize];
+    ["Offset of field: p2pmem_attachment::handle"][::core::mem::offset_of!(p2pmem_attachment, handle) - 0usize];
+    ["Offset of field: p2pmem_attachment::provider"][::core::mem::offset_of!(p2pmem_attachment, provider) - 4usize];
+    ["Offset of field: p2pmem_attachment::state"][::core::mem::offset_of!(p2pmem_attachment, state) - 8usize];
+    ["Offset of field: p2pmem_attachment::info"][::core::mem::offset_of!(p2pmem_attachment, info) - 12usize];
+    ["Offset of field: p2pmem_attachment::ranges"][::core::mem::offset_of!(p2pmem_attachment, ranges) - 16usize];
+    ["Offset of field: p2pmem_attachment::nr_ranges"][::core::mem::offset_of!(p2pmem_attachment, nr_ranges) - 24usize];
+    ["Offset of field: p2pmem_attachment::range_size"]
+        [::core::mem::offset_of!(p2pmem_attachment, range_size) - 28usize];
+    ["Offset of field: p2pmem_attachment::size"][::core::mem::offset_of!(p2pmem_attachment, size) - 32usize];
+    ["Offset of field: p2pmem_attachment::flags"][::core::mem::offset_of!(p2pmem_attachment, flags) - 40usize];
+    ["Offset of field: p2pmem_attachment::reserved"][::core::mem::offset_of!(p2pmem_attachment, reserved) - 44usize];
+};
+#[allow(clippy::unnecessary_operation, clippy::identity_op)]
+const _: () = {
     ["Size of p2pmem_part"][::core::mem::size_of::<p2pmem_part>() - 48usize];
     ["Alignment of p2pmem_part"][::core::mem::align_of::<p2pmem_part>() - 8usize];
     ["Offset of field: p2pmem_part::handle"][::core::mem::offset_of!(p2pmem_part, handle) - 0usize];
@@ -670,6 +769,8 @@ pub const P2PMEM_EVENT_PROVIDER_ADDED: p2pmem_event_type = 1;
 pub const P2PMEM_EVENT_PROVIDER_REMOVED: p2pmem_event_type = 2;
 pub const P2PMEM_EVENT_BUFFER_REVOKED: p2pmem_event_type = 3;
 pub const P2PMEM_EVENT_LOST: p2pmem_event_type = 4;
+pub const P2PMEM_EVENT_ATTACHMENT_REVOKED: p2pmem_event_type = 5;
+pub const P2PMEM_EVENT_ATTACHMENT_STOPPED: p2pmem_event_type = 6;
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of p2pmem_event"][::core::mem::size_of::<p2pmem_event>() - 32usize];

@@ -3,8 +3,9 @@
 //! Ioctl numbers, computed from the argument types as in `<linux/ioctl.h>`.
 
 use crate::{
-    p2pmem_alloc, p2pmem_buffer, p2pmem_explain, p2pmem_export, p2pmem_free, p2pmem_import, p2pmem_info, p2pmem_list,
-    p2pmem_paths, p2pmem_rules, p2pmem_stats, p2pmem_stripe, P2PMEM_IOC_MAGIC,
+    p2pmem_alloc, p2pmem_attach, p2pmem_attachment, p2pmem_buffer, p2pmem_detach, p2pmem_explain, p2pmem_export,
+    p2pmem_free, p2pmem_import, p2pmem_info, p2pmem_list, p2pmem_paths, p2pmem_rules, p2pmem_stats, p2pmem_stripe,
+    P2PMEM_IOC_MAGIC,
 };
 
 /// Layout of an ioctl number: widths of its fields, and codes of its directions.
@@ -94,9 +95,15 @@ pub const P2PMEM_IOC_RULES: u32 = ioc::<p2pmem_rules>(arch::WRITE, 0x09);
 pub const P2PMEM_IOC_IMPORT: u32 = ioc::<p2pmem_import>(arch::READ | arch::WRITE, 0x0a);
 /// Allocate a stripe over several providers: [`p2pmem_stripe`].
 pub const P2PMEM_IOC_STRIPE: u32 = ioc::<p2pmem_stripe>(arch::READ | arch::WRITE, 0x0b);
+/// Attach the function of an own provider to a dma-buf: [`p2pmem_attach`].
+pub const P2PMEM_IOC_ATTACH_DMABUF: u32 = ioc::<p2pmem_attach>(arch::READ | arch::WRITE, 0x0c);
+/// End an attachment: [`p2pmem_detach`].
+pub const P2PMEM_IOC_DETACH_DMABUF: u32 = ioc::<p2pmem_detach>(arch::WRITE, 0x0d);
+/// Get the state of an attachment: [`p2pmem_attachment`].
+pub const P2PMEM_IOC_ATTACHMENT: u32 = ioc::<p2pmem_attachment>(arch::READ | arch::WRITE, 0x0e);
 
 /// All ioctl numbers, in ascending order of [`ioc_nr`].
-pub const P2PMEM_IOCS: [u32; 12] = [
+pub const P2PMEM_IOCS: [u32; 15] = [
     P2PMEM_IOC_INFO,
     P2PMEM_IOC_LIST,
     P2PMEM_IOC_PATHS,
@@ -109,6 +116,9 @@ pub const P2PMEM_IOCS: [u32; 12] = [
     P2PMEM_IOC_RULES,
     P2PMEM_IOC_IMPORT,
     P2PMEM_IOC_STRIPE,
+    P2PMEM_IOC_ATTACH_DMABUF,
+    P2PMEM_IOC_DETACH_DMABUF,
+    P2PMEM_IOC_ATTACHMENT,
 ];
 
 const _: () = {

@@ -68,16 +68,22 @@ fn of_rust() -> Numbers {
         p2pmem_rule { name, provider, client, flags, action, max_class, reserved, quota }
         p2pmem_rules { rules, count, flags, rule_size, reserved }
         p2pmem_import { fd, flags, handle, provider, size, mmap_offset, bar_offset }
+        p2pmem_dma_range { address, size }
+        p2pmem_attach { fd, provider, flags, handle, ranges, nr_ranges, range_size, size, info, reserved }
+        p2pmem_detach { handle, flags }
+        p2pmem_attachment { handle, provider, state, info, ranges, nr_ranges, range_size, size, flags, reserved }
         p2pmem_part { handle, provider, offset, size, mmap_offset, bar_offset, class, reserved }
         p2pmem_stripe { req, parts, nr_parts, flags, size, part_size, reserved }
         p2pmem_event { size, type_ as "type", provider, handle, count, reserved, time_ns }
     }
     constants! { n,
-        P2PMEM_ABI_VERSION, P2PMEM_ABI_COMPATIBLE, P2PMEM_MAX_ELEMENT, P2PMEM_MAX_EVENT, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_RULES, P2PMEM_RULE_NAME,
+        P2PMEM_ABI_VERSION, P2PMEM_ABI_COMPATIBLE, P2PMEM_MAX_ELEMENT, P2PMEM_MAX_EVENT, P2PMEM_MAX_CLIENTS, P2PMEM_MAX_RANGES, P2PMEM_MAX_DMA_RANGES, P2PMEM_MAX_RULES, P2PMEM_RULE_NAME,
         P2PMEM_MAX_ALIGN, P2PMEM_MAX_PARTS,
         P2PMEM_FEATURE_MMAP_PAGED, P2PMEM_FEATURE_EVENTS, P2PMEM_FEATURE_ADOPT, P2PMEM_FEATURE_DMABUF,
         P2PMEM_FEATURE_PAGELESS, P2PMEM_FEATURE_PEER_MEMORY, P2PMEM_FEATURE_RULES, P2PMEM_FEATURE_IMPORT,
-        P2PMEM_FEATURE_STRIPE,
+        P2PMEM_FEATURE_STRIPE, P2PMEM_FEATURE_ATTACH,
+        P2PMEM_ATTACHMENT_LIVE, P2PMEM_ATTACHMENT_STOPPED, P2PMEM_ATTACHMENT_REVOKED, P2PMEM_ATTACHMENT_GONE,
+        P2PMEM_ATTACH_QUIESCED, P2PMEM_ATTACHMENT_TRANSLATED,
         P2PMEM_KIND_OWN, P2PMEM_KIND_ADOPTED, P2PMEM_KIND_REGISTERED,
         P2PMEM_PROVIDER_LIVE, P2PMEM_PROVIDER_REVOKING,
         P2PMEM_PROVIDER_PAGELESS, P2PMEM_PROVIDER_EXPORTABLE, P2PMEM_PROVIDER_PINNED_EXPORTS,
@@ -100,9 +106,11 @@ fn of_rust() -> Numbers {
         P2PMEM_RULE_PROVIDER, P2PMEM_RULE_CLIENT, P2PMEM_RULE_QUOTA,
         P2PMEM_EXPLAIN_LAST,
         P2PMEM_EVENT_PROVIDER_ADDED, P2PMEM_EVENT_PROVIDER_REMOVED, P2PMEM_EVENT_BUFFER_REVOKED, P2PMEM_EVENT_LOST,
+        P2PMEM_EVENT_ATTACHMENT_REVOKED, P2PMEM_EVENT_ATTACHMENT_STOPPED,
         P2PMEM_IOC_MAGIC, P2PMEM_IOC_INFO, P2PMEM_IOC_LIST, P2PMEM_IOC_PATHS, P2PMEM_IOC_ALLOC, P2PMEM_IOC_FREE,
         P2PMEM_IOC_BUFFER, P2PMEM_IOC_EXPLAIN, P2PMEM_IOC_STATS, P2PMEM_IOC_EXPORT_DMABUF, P2PMEM_IOC_RULES,
-        P2PMEM_IOC_IMPORT, P2PMEM_IOC_STRIPE,
+        P2PMEM_IOC_IMPORT, P2PMEM_IOC_STRIPE, P2PMEM_IOC_ATTACH_DMABUF, P2PMEM_IOC_DETACH_DMABUF,
+        P2PMEM_IOC_ATTACHMENT,
     }
     n
 }

@@ -55,11 +55,13 @@ pub enum Capability {
     Sharing,
     /// Memory is cleared before it gets a new owner.
     Clearing,
+    /// Attaching a provider's function to a dma-buf: [`Device::attach`](crate::Device::attach).
+    Attach,
 }
 
 impl Capability {
     /// All capabilities.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Mapping,
         Self::DirectIo,
         Self::DmaBuf,
@@ -69,6 +71,7 @@ impl Capability {
         Self::Placement,
         Self::Sharing,
         Self::Clearing,
+        Self::Attach,
     ];
 
     /// Returns the capability as part of a message.
@@ -83,6 +86,7 @@ impl Capability {
             Self::Placement => "this strategy or alignment",
             Self::Sharing => "buffers of other processes",
             Self::Clearing => "memory that is cleared for its new owner",
+            Self::Attach => "attaching a device to a dma-buf",
         }
     }
 }
@@ -99,6 +103,7 @@ impl fmt::Display for Capability {
             Self::Placement => "placement",
             Self::Sharing => "sharing",
             Self::Clearing => "clearing",
+            Self::Attach => "attach",
         })
     }
 }

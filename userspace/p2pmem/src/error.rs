@@ -49,6 +49,10 @@ pub enum Operation {
     Stripe,
     /// Accessing the memory of a mapping.
     Access,
+    /// Attaching a function to a dma-buf, or reading the state of the attachment.
+    Attach,
+    /// Ending an attachment.
+    Detach,
 }
 
 impl fmt::Display for Operation {
@@ -69,6 +73,8 @@ impl fmt::Display for Operation {
             Self::Import => "importing the buffer",
             Self::Stripe => "allocating the stripe",
             Self::Access => "accessing the buffer",
+            Self::Attach => "attaching the device to the dma-buf",
+            Self::Detach => "detaching the device from the dma-buf",
         })
     }
 }
@@ -503,6 +509,23 @@ impl Error {
                 Some(libc::ENODEV) => Some("the provider was removed: allocate and share again in the other process"),
                 Some(libc::EINVAL | libc::EXDEV) => Some("pass the descriptor that Buffer::share() returned"),
                 Some(libc::EACCES) => Some("share the whole buffer in the other process"),
+                Some(libc::ENOTTY) => Some("the module is older than this program: load the module of the program's version"),
+                _ => None,
+            },
+            Self::Refused {
+                operation: Operation::Attach,
+                ..
+            } => match errno {
+                Some(libc::EPERM) => Some(
+                    "run as root, or ask the administrator to write your group to the provider's attribute attach_gid",
+                ),
+                Some(libc::EBUSY) => Some(
+                    "stop the device's DMA, then drop the revoked attachments, or confirm with AttachOptions::quiesced",
+                ),
+                Some(libc::EOPNOTSUPP) => Some(
+                    "attach a function that is bound to the p2pmem driver to a dma-buf whose exporter permits peer-to-peer DMA",
+                ),
+                Some(libc::ENODEV) => Some("the exporter took the memory back, or the provider was removed: begin again"),
                 Some(libc::ENOTTY) => Some("the module is older than this program: load the module of the program's version"),
                 _ => None,
             },

@@ -35,6 +35,20 @@ pub enum EventKind {
         /// Handle of the buffer.
         handle: u32,
     },
+    /// An attachment of this open file ended: the exporter took the memory back, or the provider was removed.
+    AttachmentRevoked {
+        /// Id of the provider whose function was attached.
+        provider: u32,
+        /// Handle of the attachment.
+        handle: u32,
+    },
+    /// The function of an attachment of this open file can do no DMA, because another attachment of the function ended.
+    AttachmentStopped {
+        /// Id of the provider whose function is attached.
+        provider: u32,
+        /// Handle of the attachment.
+        handle: u32,
+    },
     /// The program read events too slowly, and the module dropped some. List the providers again.
     Lost {
         /// Number of dropped events.
@@ -68,6 +82,14 @@ impl From<&abi::p2pmem_event> for Event {
                 handle: raw.handle,
             },
             abi::P2PMEM_EVENT_LOST => EventKind::Lost { count: raw.count },
+            abi::P2PMEM_EVENT_ATTACHMENT_REVOKED => EventKind::AttachmentRevoked {
+                provider: raw.provider,
+                handle: raw.handle,
+            },
+            abi::P2PMEM_EVENT_ATTACHMENT_STOPPED => EventKind::AttachmentStopped {
+                provider: raw.provider,
+                handle: raw.handle,
+            },
             code => EventKind::Unknown { code },
         };
         Self {
@@ -84,6 +106,12 @@ impl fmt::Display for Event {
             EventKind::ProviderRemoved { provider } => write!(f, "provider {provider} was removed"),
             EventKind::BufferRevoked { provider, handle } => {
                 write!(f, "buffer {handle} was revoked: provider {provider} is being removed")
+            }
+            EventKind::AttachmentRevoked { provider, handle } => {
+                write!(f, "attachment {handle} of provider {provider} ended")
+            }
+            EventKind::AttachmentStopped { provider, handle } => {
+                write!(f, "attachment {handle} is stopped: provider {provider} can do no DMA")
             }
             EventKind::Lost { count } => write!(f, "{count} events were dropped: list the providers again"),
             EventKind::Unknown { code } => write!(f, "event {code}, which this program does not know"),

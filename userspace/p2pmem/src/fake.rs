@@ -226,6 +226,36 @@ impl Fake {
         lock(&self.machine.state).holders = table.map(str::to_owned);
     }
 
+    /// Revokes the attachment `handle` of each open device, as its exporter does, on a machine without an IOMMU: the
+    /// function is stopped, and the devices with attachments of the function get events.
+    pub fn revoke_attachment(&self, handle: u32) {
+        let mut state = lock(&self.machine.state);
+        let files: Vec<_> = state.files.iter().filter_map(Weak::upgrade).collect();
+        for file in &files {
+            let mut file = lock(file);
+            let Some(attachment) = file.attachments.get_mut(&handle) else {
+                continue;
+            };
+            attachment.raw.state = abi::P2PMEM_ATTACHMENT_REVOKED;
+            attachment.ranges.clear();
+            let provider = attachment.raw.provider;
+            *state.stopped.entry(provider).or_default() += 1;
+            file.queue(&event(abi::P2PMEM_EVENT_ATTACHMENT_REVOKED, provider, handle));
+        }
+        for file in &files {
+            let mut file = lock(file);
+            let stopped: Vec<_> = file
+                .attachments
+                .values()
+                .map(|attachment| attachment.raw)
+                .filter(|raw| raw.state == abi::P2PMEM_ATTACHMENT_LIVE && state.stopped.contains_key(&raw.provider))
+                .collect();
+            for raw in stopped {
+                file.queue(&event(abi::P2PMEM_EVENT_ATTACHMENT_STOPPED, raw.provider, raw.handle));
+            }
+        }
+    }
+
     /// Removes a provider: revokes its buffers, and notifies all open devices.
     pub fn remove_provider(&self, id: u32) {
         let mut state = lock(&self.machine.state);

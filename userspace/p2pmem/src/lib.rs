@@ -11,6 +11,7 @@
 //! - [`Buffer::share`] and [`Device::import`] pass a buffer to other processes.
 //! - [`DmaBuf`] is a buffer exported for other drivers, or a dma-buf of another driver; [`Registration`] is a buffer or
 //!   a dma-buf registered with an RDMA NIC.
+//! - [`Attachment`] lets the PCI function of a provider do DMA to a dma-buf, such as the doorbell page of a NIC.
 //! - [`admin`] publishes and unpublishes devices' memory, [`rules`] manages the administrator's rules.
 //! - [`inventory`] lists devices with memory and the sources of that memory, without the module.
 //! - [`WhatIf`] decides which memory a request would get if all of it were published, with or without the module.
@@ -39,6 +40,7 @@
 mod addr;
 pub mod admin;
 mod alloc;
+mod attachment;
 mod backend;
 mod buffer;
 mod device;
@@ -70,6 +72,7 @@ mod types;
 mod what_if;
 
 pub use addr::PciAddr;
+pub use attachment::{AttachOptions, Attachment, AttachmentState, DmaRange};
 pub use backend::{Backend, Capability};
 pub use buffer::Buffer;
 pub use device::{Device, DEFAULT_PATH};

@@ -76,6 +76,25 @@ pub(crate) trait Kernel: Send + Sync {
         clients: &[abi::p2pmem_pci_addr],
         parts: &mut [abi::p2pmem_part],
     ) -> io::Result<usize>;
+    /// Attaches the function of a provider to a dma-buf. Fills `ranges`; the number of ranges in the answer can be
+    /// larger.
+    fn attach(
+        &self,
+        _fd: BorrowedFd<'_>,
+        _provider: u32,
+        _flags: u32,
+        _ranges: &mut [abi::p2pmem_dma_range],
+    ) -> io::Result<abi::p2pmem_attach> {
+        Err(Errno::OPNOTSUPP.into())
+    }
+    /// Returns the state of an attachment. Fills `ranges`; the number of ranges in the answer can be larger.
+    fn attachment(&self, _handle: u32, _ranges: &mut [abi::p2pmem_dma_range]) -> io::Result<abi::p2pmem_attachment> {
+        Err(Errno::OPNOTSUPP.into())
+    }
+    /// Closes the handle of an attachment.
+    fn detach(&self, _handle: u32) -> io::Result<()> {
+        Err(Errno::OPNOTSUPP.into())
+    }
     /// Returns the module's list of buffers and their owners, which only root can read.
     fn holders(&self) -> io::Result<String>;
     /// Reads events without waiting. Fails with `EAGAIN` if there is none.
@@ -386,6 +405,46 @@ impl Kernel for CharDevice {
         // lengths.
         unsafe { self.ioctl::<{ abi::P2PMEM_IOC_STRIPE }, _>(&mut stripe) }?;
         Ok(stripe.nr_parts as usize)
+    }
+
+    fn attach(
+        &self,
+        fd: BorrowedFd<'_>,
+        provider: u32,
+        flags: u32,
+        ranges: &mut [abi::p2pmem_dma_range],
+    ) -> io::Result<abi::p2pmem_attach> {
+        let mut attach = abi::p2pmem_attach {
+            fd: fd.as_raw_fd(),
+            provider,
+            flags,
+            ranges: address_mut(ranges),
+            nr_ranges: count(ranges.len()),
+            range_size: element(ranges),
+            ..Default::default()
+        };
+        // SAFETY: the kernel writes at most `nr_ranges` elements at `ranges`, a slice of this length.
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_ATTACH_DMABUF }, _>(&mut attach) }?;
+        Ok(attach)
+    }
+
+    fn attachment(&self, handle: u32, ranges: &mut [abi::p2pmem_dma_range]) -> io::Result<abi::p2pmem_attachment> {
+        let mut query = abi::p2pmem_attachment {
+            handle,
+            ranges: address_mut(ranges),
+            nr_ranges: count(ranges.len()),
+            range_size: element(ranges),
+            ..Default::default()
+        };
+        // SAFETY: the kernel writes at most `nr_ranges` elements at `ranges`, a slice of this length.
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_ATTACHMENT }, _>(&mut query) }?;
+        Ok(query)
+    }
+
+    fn detach(&self, handle: u32) -> io::Result<()> {
+        let mut detach = abi::p2pmem_detach { handle, flags: 0 };
+        // SAFETY: the structure holds no addresses.
+        unsafe { self.ioctl::<{ abi::P2PMEM_IOC_DETACH_DMABUF }, _>(&mut detach) }
     }
 
     fn holders(&self) -> io::Result<String> {

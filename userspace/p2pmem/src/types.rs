@@ -99,11 +99,12 @@ impl Info {
     /// # Ok::<(), p2pmem::Error>(())
     /// ```
     pub fn missing(&self) -> Vec<&'static str> {
-        const KNOWN: [(u32, &str); 4] = [
+        const KNOWN: [(u32, &str); 5] = [
             (abi::P2PMEM_FEATURE_DMABUF, "dma-buf export"),
             (abi::P2PMEM_FEATURE_RULES, "rules"),
             (abi::P2PMEM_FEATURE_IMPORT, "import"),
             (abi::P2PMEM_FEATURE_STRIPE, "stripes"),
+            (abi::P2PMEM_FEATURE_ATTACH, "attachments"),
         ];
         let missing = KNOWN.iter().filter(|(bit, _)| self.features & u64::from(*bit) == 0);
         missing.map(|(_, name)| *name).collect()

@@ -100,7 +100,7 @@ pub enum Command {
     ///
     /// Works without the module and without privileges. The column MISSING lists the capabilities that a source does
     /// not have: mapping, direct-io, dma-buf (registration with NICs), rules, quotas, revoke, placement (strategies,
-    /// stripes), sharing, clearing.
+    /// stripes), sharing, clearing, attach.
     #[command(after_help = scan::columns_help())]
     Scan(ScanArgs),
     /// Check all preconditions of peer-to-peer memory on this machine.

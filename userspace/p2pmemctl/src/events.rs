@@ -43,19 +43,25 @@ impl Row for Event {
                 cell(format!("{:.6}", Duration::from_nanos(event.time_ns).as_secs_f64()))
             }),
         ),
-        wide(16, text("EVENT", "kind of the event", |event, _| kind(&event.kind))),
+        wide(18, text("EVENT", "kind of the event", |event, _| kind(&event.kind))),
         wide(
             4,
             number("ID", "id of the provider", |event, _| match event.kind {
                 EventKind::ProviderAdded { provider }
                 | EventKind::ProviderRemoved { provider }
-                | EventKind::BufferRevoked { provider, .. } => cell(provider),
+                | EventKind::BufferRevoked { provider, .. }
+                | EventKind::AttachmentRevoked { provider, .. }
+                | EventKind::AttachmentStopped { provider, .. } => cell(provider),
                 _ => cell(""),
             }),
         ),
-        number("HANDLE", "handle of the buffer", |event, _| match event.kind {
-            EventKind::BufferRevoked { handle, .. } => cell(handle),
-            _ => cell(""),
+        number("HANDLE", "handle of the buffer or attachment", |event, _| {
+            match event.kind {
+                EventKind::BufferRevoked { handle, .. }
+                | EventKind::AttachmentRevoked { handle, .. }
+                | EventKind::AttachmentStopped { handle, .. } => cell(handle),
+                _ => cell(""),
+            }
         }),
         number("COUNT", "number of lost events", |event, _| match event.kind {
             EventKind::Lost { count } => cell(count),
@@ -76,6 +82,8 @@ fn kind(kind: &EventKind) -> Cell {
         EventKind::ProviderAdded { .. } => cell("provider-added").style(GOOD),
         EventKind::ProviderRemoved { .. } => cell("provider-removed").style(WARNING),
         EventKind::BufferRevoked { .. } => cell("buffer-revoked").style(BAD),
+        EventKind::AttachmentRevoked { .. } => cell("attachment-revoked").style(BAD),
+        EventKind::AttachmentStopped { .. } => cell("attachment-stopped").style(BAD),
         EventKind::Lost { .. } => cell("lost").style(BAD),
         _ => cell("unknown"),
     }

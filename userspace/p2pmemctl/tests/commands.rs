@@ -570,7 +570,7 @@ fn scan_lists_memory_devices_and_clients_without_the_module() {
     assert_eq!(sources[1]["availability"], "ready");
     // The capabilities that each source misses are a list in the JSON output, and a column.
     assert_eq!(sources[0]["missing"], serde_json::json!([]));
-    let missing = "dma-buf,rules,quotas,revoke,placement,sharing,clearing";
+    let missing = "dma-buf,rules,quotas,revoke,placement,sharing,clearing,attach";
     let (_, out) = machine.run(&["scan", "--all", "-no", "source,missing"]);
     let (by_module, by_sysfs) = ("module  -", format!("sysfs   {missing}"));
     assert!(

@@ -14,6 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
+use super::attach::{attach, detach};
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
 use super::inflight::until;
 use super::pageless::without_pages;
@@ -38,6 +39,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "nic",
         ruins: false,
         run: ioctls,
+    },
+    Case {
+        name: "allocation-failures-attach",
+        about: "if any one allocation fails, attaching succeeds or fails with ENOMEM and leaks nothing; detaching succeeds",
+        topology: "small",
+        ruins: false,
+        run: attaching,
     },
     Case {
         name: "allocation-failures-admin",
@@ -422,11 +430,14 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     })?;
     drop(dma_buf);
     free(fd, first.handle).map_err(errno)?;
-    // The cases `allocation-failures` and `allocation-failures-admin` sweep these calls.
+    // The cases `allocation-failures`, `allocation-failures-admin` and `allocation-failures-attach` sweep these calls.
     let elsewhere = [
         abi::P2PMEM_IOC_BUFFER,
         abi::P2PMEM_IOC_EXPORT_DMABUF,
         abi::P2PMEM_IOC_RULES,
+        abi::P2PMEM_IOC_ATTACH_DMABUF,
+        abi::P2PMEM_IOC_DETACH_DMABUF,
+        abi::P2PMEM_IOC_ATTACHMENT,
     ];
     for call in abi::P2PMEM_IOCS {
         ensure!(
@@ -439,6 +450,35 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
 }
 
 /// Writes an attribute; the error is an errno.
+fn attaching(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    arm()?;
+    let cannot_fail = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
+    let provider = bed.provider("accel0")?.id;
+    let host = sys::host_dma_buf(MIB)?;
+    sweep_fallible("ATTACH_DMABUF", &[], || {
+        let attached = attach(fd, provider, &host, 0)?;
+        cannot_fail(detach(fd, attached.answer.handle))
+    })?;
+    sweep_infallible("DETACH_DMABUF", || {
+        let attached = attach(fd, provider, &host, 0).map_err(|_| 0);
+        // Only failures of DETACH_DMABUF count here.
+        attached.map_or(Ok(()), |attached| cannot_fail(detach(fd, attached.answer.handle)))
+    })?;
+    let attached = attach(fd, provider, &host, 0).map_err(errno)?;
+    sweep("ATTACHMENT", &[], || {
+        let mut ranges = vec![abi::p2pmem_dma_range::default(); 256];
+        let mut ask = abi::p2pmem_attachment {
+            handle: attached.answer.handle,
+            nr_ranges: 256,
+            ..Default::default()
+        };
+        sys::attachment(fd, &mut ask, Memory::Slice(&mut ranges))
+    })?;
+    detach(fd, attached.answer.handle).map_err(errno)
+}
+
 fn set(path: &Path, text: &str) -> Result<(), i32> {
     code(std::fs::write(path, text))
 }

@@ -24,6 +24,8 @@ use self::sys::Memory;
 // The modules of this crate name these modules as their own.
 use p2pmem_guest::{devices, host, in_time, limits, sys, verbs, wire};
 
+mod attach;
+mod attach_end;
 pub mod backends;
 mod backends_vfio;
 mod bad;
@@ -107,6 +109,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(bridges::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
+        .chain(attach::CASES)
+        .chain(attach_end::CASES)
         .chain(pageless::CASES)
         .chain(soft_dirty::CASES)
         .chain(rdma_user::CASES)
@@ -144,6 +148,10 @@ pub enum Kernels<'a> {
     Debug(&'a str),
 }
 
+const UVERBS_LEAK: Kernels<'static> = Kernels::Stock(
+    "the debug kernel, of series 7.2, leaks the RDMA core's objects if a doorbell's dma-buf outlives its uverbs file",
+);
+
 const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no soft-dirty bits (MEM_SOFT_DIRTY)");
 
 /// Tests that run on one kernel only, apart from those that [`kernels`] selects by their list.
@@ -155,6 +163,8 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
             "an RDMA core with the peer-memory interface also registers buffers with software NICs (case peer-software)",
         ),
     ),
+    ("attach-killed", UVERBS_LEAK),
+    ("attach-nic-unbind", UVERBS_LEAK),
     ("soft-dirty", NO_SOFT_DIRTY),
     ("pageless-soft-dirty", NO_SOFT_DIRTY),
     (
@@ -212,6 +222,9 @@ pub fn run_part(name: &str, arguments: &[String]) -> Result<()> {
     }
     if name == dmabuf_end::PART {
         return dmabuf_end::part();
+    }
+    if name == attach_end::PART {
+        return attach_end::part();
     }
     if name == boundary::PART {
         return boundary::part(arguments);

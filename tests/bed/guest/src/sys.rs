@@ -24,6 +24,8 @@ use sideway::ibverbs::queue_pair::{BasicQueuePair, PostSendGuard, QueuePair, Set
 
 use crate::limits::scaled;
 
+pub mod uverbs;
+
 /// The time limit for the kernel to remove a thread that has ended.
 const THREAD_END: Duration = Duration::from_secs(10);
 
@@ -131,6 +133,7 @@ impl Plain for abi::p2pmem_free {}
 impl Plain for abi::p2pmem_buffer {}
 impl Plain for abi::p2pmem_stats {}
 impl Plain for abi::p2pmem_import {}
+impl Plain for abi::p2pmem_detach {}
 /// Argument of calls that do not exist.
 impl Plain for [u64; 32] {}
 
@@ -343,6 +346,20 @@ impl Elements for abi::p2pmem_rules {
     const CALL: u32 = abi::P2PMEM_IOC_RULES;
     fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
         (self.rules, self.count, self.rule_size) = elements;
+    }
+}
+
+impl Elements for abi::p2pmem_attach {
+    const CALL: u32 = abi::P2PMEM_IOC_ATTACH_DMABUF;
+    fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
+        (self.ranges, self.nr_ranges, self.range_size) = elements;
+    }
+}
+
+impl Elements for abi::p2pmem_attachment {
+    const CALL: u32 = abi::P2PMEM_IOC_ATTACHMENT;
+    fn set(&mut self, elements: (u64, u32, u32), _: (u64, u32, u32)) {
+        (self.ranges, self.nr_ranges, self.range_size) = elements;
     }
 }
 
@@ -622,6 +639,28 @@ pub fn export(
     raw(fd, abi::P2PMEM_IOC_EXPORT_DMABUF, export)?;
     // SAFETY: the kernel made this descriptor for this call alone.
     Ok(unsafe { OwnedFd::from_raw_fd(export.fd) })
+}
+
+/// `ATTACH_DMABUF`.
+pub fn attach(
+    fd: BorrowedFd<'_>,
+    ask: &mut abi::p2pmem_attach,
+    mut ranges: Memory<'_, abi::p2pmem_dma_range>,
+) -> Answer {
+    ask.range_size = size_of::<abi::p2pmem_dma_range>() as u32;
+    ask.ranges = ranges.address(ask.nr_ranges.into());
+    raw(fd, abi::P2PMEM_IOC_ATTACH_DMABUF, ask)
+}
+
+/// `ATTACHMENT`.
+pub fn attachment(
+    fd: BorrowedFd<'_>,
+    ask: &mut abi::p2pmem_attachment,
+    mut ranges: Memory<'_, abi::p2pmem_dma_range>,
+) -> Answer {
+    ask.range_size = size_of::<abi::p2pmem_dma_range>() as u32;
+    ask.ranges = ranges.address(ask.nr_ranges.into());
+    raw(fd, abi::P2PMEM_IOC_ATTACHMENT, ask)
 }
 
 /// `EXPLAIN`.

@@ -34,6 +34,9 @@ const KNOWN: &[&[&str]] = &[
     // nvmet keeps the p2pdma device of each namespace in a radix tree of its controller. When nvmet frees a controller,
     // it puts the devices but does not free the nodes of the tree (`nvmet_release_p2p_ns_map()`).
     &["radix_tree_insert+", "[nvmet]"],
+    // The RDMA core maps the dma-buf of a doorbell page by dma_buf_phys_vec_to_sgt(), whose table is not freed. Exports of
+    // p2pmem avoid this (rust/sys/dma_buf.c).
+    &["dma_buf_phys_vec_to_sgt+", "uverbs_dmabuf_map+"],
 ];
 
 /// Runs the checks in a guest and returns their findings. A kernel without [`crate::kernel::Kernel::checks`] has none.

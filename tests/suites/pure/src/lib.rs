@@ -12,6 +12,8 @@
 #[path = "../../../../rust/policy"]
 mod policy {
     #[rustfmt::skip]
+    pub(crate) mod bus_master;
+    #[rustfmt::skip]
     pub(crate) mod distance;
     #[rustfmt::skip]
     pub(crate) mod life;

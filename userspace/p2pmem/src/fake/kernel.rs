@@ -14,7 +14,7 @@ use crate::backend::Backend;
 use crate::sys::{memory_file, Exported, Kernel, Region, FAKE_DMABUF};
 use crate::types::PathClass;
 
-use super::machine::{errno, lock, name, sum, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
+use super::machine::{errno, lock, name, sum, Attachment, Decision, Machine, OpenFile, Provider, State, PAGE, SPACING};
 
 /// An open file of the fake module.
 pub(super) struct FakeDevice {
@@ -74,7 +74,8 @@ impl Kernel for FakeDevice {
                     | abi::P2PMEM_FEATURE_DMABUF
                     | abi::P2PMEM_FEATURE_RULES
                     | abi::P2PMEM_FEATURE_IMPORT
-                    | abi::P2PMEM_FEATURE_STRIPE,
+                    | abi::P2PMEM_FEATURE_STRIPE
+                    | abi::P2PMEM_FEATURE_ATTACH,
             ),
             providers: all.len() as u32,
             buffers: all.iter().map(|p| p.buffers).sum(),
@@ -340,7 +341,95 @@ impl Kernel for FakeDevice {
         let made = memory_file(FAKE_DMABUF, ranges.iter().map(|r| r.1).sum())?;
         let (at, whole) = (made.metadata()?, ranges == [(start, buffer.size)]);
         state.dmabufs.insert((at.dev(), at.ino()), (buffer, whole));
+        state.dmabuf_ranges.insert((at.dev(), at.ino()), ranges);
         Ok(OwnedFd::from(made).into())
+    }
+
+    fn attach(
+        &self,
+        fd: BorrowedFd<'_>,
+        provider: u32,
+        flags: u32,
+        ranges: &mut [abi::p2pmem_dma_range],
+    ) -> io::Result<abi::p2pmem_attach> {
+        let mut state = self.enter()?;
+        let found = state.providers.get(&provider).map(|p| p.raw.kind);
+        let kind = found.ok_or_else(|| self.refuse(libc::ENOENT, format!("there is no provider {provider}")))?;
+        if kind != abi::P2PMEM_KIND_OWN {
+            return Err(self.refuse(libc::EOPNOTSUPP, "the function is bound to its own driver".into()));
+        }
+        let file = File::from(fd.try_clone_to_owned()?).metadata()?;
+        let Some(parts) = state.dmabuf_ranges.get(&(file.dev(), file.ino())).cloned() else {
+            return Err(self.refuse(libc::EINVAL, "the descriptor is not a dma-buf".into()));
+        };
+        if flags & abi::P2PMEM_ATTACH_QUIESCED != 0 {
+            state.stopped.remove(&provider);
+        }
+        if state.stopped.contains_key(&provider) {
+            return Err(self.refuse(
+                libc::EBUSY,
+                "the function may still use the memory of an attachment that has ended".into(),
+            ));
+        }
+        let all: Vec<_> = parts
+            .iter()
+            .map(|&(address, size)| abi::p2pmem_dma_range { address, size })
+            .collect();
+        for (to, from) in ranges.iter_mut().zip(&all) {
+            *to = *from;
+        }
+        let mut mine = lock(&self.file);
+        mine.last_handle += 1;
+        let handle = mine.last_handle;
+        let size = all.iter().map(|range| range.size).sum();
+        let (nr_ranges, raw) = (
+            all.len() as u32,
+            abi::p2pmem_attachment {
+                handle,
+                provider,
+                state: abi::P2PMEM_ATTACHMENT_LIVE,
+                size,
+                ..Default::default()
+            },
+        );
+        mine.attachments.insert(handle, Attachment { raw, ranges: all });
+        Ok(abi::p2pmem_attach {
+            fd: fd.as_raw_fd(),
+            provider,
+            flags,
+            handle,
+            nr_ranges,
+            size,
+            ..Default::default()
+        })
+    }
+
+    fn attachment(&self, handle: u32, ranges: &mut [abi::p2pmem_dma_range]) -> io::Result<abi::p2pmem_attachment> {
+        let state = self.enter()?;
+        let mine = lock(&self.file);
+        let Some(found) = mine.attachments.get(&handle) else {
+            drop(mine);
+            return Err(self.refuse(libc::ENOENT, format!("there is no attachment {handle}")));
+        };
+        for (to, from) in ranges.iter_mut().zip(&found.ranges) {
+            *to = *from;
+        }
+        let mut raw = found.raw;
+        raw.nr_ranges = found.ranges.len() as u32;
+        if raw.state == abi::P2PMEM_ATTACHMENT_LIVE && state.stopped.contains_key(&raw.provider) {
+            raw.state = abi::P2PMEM_ATTACHMENT_STOPPED;
+        }
+        Ok(raw)
+    }
+
+    fn detach(&self, handle: u32) -> io::Result<()> {
+        let mut state = self.enter()?;
+        let closed = lock(&self.file).attachments.remove(&handle);
+        let closed = closed.ok_or_else(|| self.refuse(libc::ENOENT, format!("there is no attachment {handle}")))?;
+        if closed.raw.state == abi::P2PMEM_ATTACHMENT_REVOKED {
+            state.confirm(closed.raw.provider);
+        }
+        Ok(())
     }
 
     fn holders(&self) -> io::Result<String> {

@@ -43,6 +43,10 @@ pub(super) struct State {
     pub(super) imported: HashMap<u64, u32>,
     /// Dma-bufs by device and inode: the buffer, and whether the dma-buf is the whole buffer.
     pub(super) dmabufs: HashMap<(u64, u64), (abi::p2pmem_buffer, bool)>,
+    /// The ranges of each dma-buf, by device and inode: offset in the memory file, and size.
+    pub(super) dmabuf_ranges: HashMap<(u64, u64), Vec<(u64, u64)>>,
+    /// Providers whose function is stopped, and the number of revoked attachments that are not closed.
+    pub(super) stopped: HashMap<u32, u32>,
 }
 
 /// A provider, with its memory and counters.
@@ -56,6 +60,8 @@ pub(super) struct Provider {
 /// The state of one open file.
 pub(super) struct OpenFile {
     pub(super) buffers: BTreeMap<u32, abi::p2pmem_buffer>,
+    /// The attachments of the file, with their ranges.
+    pub(super) attachments: BTreeMap<u32, Attachment>,
     pub(super) last_handle: u32,
     pub(super) events: VecDeque<abi::p2pmem_event>,
     /// An eventfd that is readable while there are events.
@@ -68,6 +74,7 @@ impl OpenFile {
     pub(super) fn new(wakeup: Arc<OwnedFd>) -> Self {
         Self {
             buffers: BTreeMap::new(),
+            attachments: BTreeMap::new(),
             last_handle: 0,
             events: VecDeque::new(),
             wakeup,
@@ -80,6 +87,12 @@ impl OpenFile {
         self.events.push_back(*event);
         rustix::io::write(&self.wakeup, &1u64.to_ne_bytes()).expect("an eventfd counts to 2^64 - 2");
     }
+}
+
+/// An attachment.
+pub(super) struct Attachment {
+    pub(super) raw: abi::p2pmem_attachment,
+    pub(super) ranges: Vec<abi::p2pmem_dma_range>,
 }
 
 /// The last decision of a file.

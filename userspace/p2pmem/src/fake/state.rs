@@ -22,6 +22,16 @@ impl State {
         }
     }
 
+    /// A revoked attachment of a provider is closed: its function stopped using the memory.
+    pub(super) fn confirm(&mut self, provider: u32) {
+        if let Some(revoked) = self.stopped.get_mut(&provider) {
+            *revoked -= 1;
+            if *revoked == 0 {
+                self.stopped.remove(&provider);
+            }
+        }
+    }
+
     pub(super) fn path(&self, provider: abi::p2pmem_pci_addr, client: abi::p2pmem_pci_addr) -> (PathClass, u32) {
         let key = (provider.into(), client.into());
         self.paths.get(&key).copied().unwrap_or((PathClass::HostBridge, 6))

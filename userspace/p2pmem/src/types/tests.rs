@@ -75,6 +75,7 @@ fn missing_features_are_named() {
         (abi::P2PMEM_FEATURE_RULES, "rules"),
         (abi::P2PMEM_FEATURE_IMPORT, "import"),
         (abi::P2PMEM_FEATURE_STRIPE, "stripes"),
+        (abi::P2PMEM_FEATURE_ATTACH, "attachments"),
     ];
     let bits = all.iter().fold(0, |bits, (bit, _)| bits | u64::from(*bit));
     assert!(module(5, 5, bits).missing().is_empty());

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! DMA of a device that is bound to the p2pmem driver: its bus mastering, and the uses for which the device stays bound.
+//!
+//! Context: process context, may sleep. The one lock is the mutex `BusMaster::inner`, a leaf. It may be taken with a
+//! dma-buf's reservation locked, and is held while bus mastering changes: up to 1.5 s.
+//!
+//! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
+
+use crate::{
+    ext::{
+        dma_device::DmaDevice,
+        pci::Function, //
+    },
+    policy::bus_master::{
+        BusMastering,
+        Stale, //
+    },
+    sys, //
+};
+use core::ptr::NonNull;
+use kernel::{
+    new_condvar, new_mutex,
+    prelude::*,
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, CondVar, Mutex,
+    },
+};
+
+/// Bus mastering of one device, from its binding to its unbinding.
+#[pin_data]
+pub(super) struct BusMaster {
+    function: Function,
+    #[pin]
+    inner: Mutex<Inner>,
+    /// Signalled when the last use ends.
+    #[pin]
+    unused: CondVar,
+}
+
+struct Inner {
+    mastering: BusMastering,
+    /// Number of [`DmaUse`] objects.
+    uses: usize,
+}
+
+impl BusMaster {
+    /// Creates the state of a device that is being bound. Errors: `ENOMEM`.
+    pub(super) fn new(function: Function) -> Result<Arc<Self>> {
+        static BINDINGS: Atomic<u32> = Atomic::<u32>::new(0);
+        let binding = BINDINGS.fetch_add(1, Relaxed);
+        Arc::pin_init(
+            pin_init!(Self {
+                function,
+                inner <- new_mutex!(Inner {
+                    mastering: BusMastering::new(binding),
+                    uses: 0,
+                }),
+                unused <- new_condvar!(),
+            }),
+            GFP_KERNEL,
+        )
+    }
+
+    /// Waits without a time limit until no use exists. Sleeps. Removing the provider comes before and ends the uses.
+    pub(super) fn wait(&self) {
+        let mut inner = self.inner.lock();
+        while inner.uses > 0 {
+            self.unused.wait(&mut inner);
+        }
+    }
+
+    /// Forgets stale mappings, because the device was reset.
+    pub(super) fn was_reset(&self) {
+        self.inner.lock().mastering.forget_stale();
+    }
+
+    /// The device does not use a stale mapping any more. The device can do DMA again if this was the last one.
+    pub(super) fn confirm(&self, stale: Stale) {
+        let mut inner = self.inner.lock();
+        if let Some(enable) = inner.mastering.confirm(stale) {
+            self.set(enable);
+        }
+    }
+
+    /// Enables or disables bus mastering. Called with `inner` locked.
+    ///
+    /// When this has disabled bus mastering, the device's posted writes have left the device, and its reads have completed
+    /// or a second has passed.
+    fn set(&self, enable: bool) {
+        let pdev = self.function.as_raw();
+        // SAFETY: `function` keeps the device valid, and with it the bus whose configuration space the calls access. The
+        // device is not a removed virtual function: it is present when it is bound, and `self` is used while it is bound.
+        unsafe {
+            if enable {
+                sys::p2pmem_pci_start_dma(pdev);
+            } else {
+                sys::p2pmem_pci_stop_dma(pdev);
+            }
+        }
+    }
+}
+
+/// A use of a bound device for DMA. The device stays bound to the p2pmem driver while the use exists.
+///
+/// # Invariants
+///
+/// The use is counted in `master`, and the unbinding of the device waits for the count.
+pub(crate) struct DmaUse {
+    master: Arc<BusMaster>,
+    /// Whether bus mastering counts this use as an attachment.
+    started: bool,
+}
+
+impl DmaUse {
+    /// Creates a use that does no DMA yet.
+    ///
+    /// # Safety
+    ///
+    /// The device of `master` must be bound during the call, and its unbinding must wait for `master` afterwards.
+    pub(super) unsafe fn new(master: &Arc<BusMaster>) -> Self {
+        master.inner.lock().uses += 1;
+        // INVARIANT: The use was just counted, and the caller guarantees that unbinding waits for the count.
+        Self {
+            master: master.clone(),
+            started: false,
+        }
+    }
+
+    /// Enables bus mastering until the use ends. `quiesced` says that the device uses no stale mapping any more. Returns
+    /// false if stale mappings keep the device from DMA.
+    #[must_use]
+    pub(crate) fn start(&mut self, quiesced: bool) -> bool {
+        let mut inner = self.master.inner.lock();
+        // SAFETY: As in `BusMaster::set`.
+        let enabled = unsafe { sys::p2pmem_pci_does_dma(self.master.function.as_raw()) };
+        if self.started || !inner.mastering.attach(enabled, quiesced) {
+            return self.started;
+        }
+        self.started = true;
+        self.master.set(true);
+        true
+    }
+
+    /// Keeps the device from DMA, because a mapping is about to end that the device may still use. Returns the stale
+    /// mapping, and whether the device could do DMA before.
+    pub(crate) fn stop(&self) -> (Stale, bool) {
+        let mut inner = self.master.inner.lock();
+        let first = !inner.mastering.is_stopped();
+        let stale = inner.mastering.add_stale();
+        self.master.set(false);
+        (stale, first)
+    }
+
+    /// Returns whether stale mappings keep the device from DMA.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.master.inner.lock().mastering.is_stopped()
+    }
+
+    /// Returns the device, which is bound to the p2pmem driver while `self` exists.
+    pub(super) fn device(&self) -> DmaDevice<'_> {
+        // SAFETY: `function` keeps the device valid as long as `self`. The device of a function is not null.
+        unsafe { DmaDevice::from_raw(NonNull::new_unchecked(self.master.function.as_raw_device())) }
+    }
+}
+
+impl Drop for DmaUse {
+    fn drop(&mut self) {
+        let mut inner = self.master.inner.lock();
+        if self.started {
+            if let Some(enable) = inner.mastering.detach() {
+                self.master.set(enable);
+            }
+        }
+        inner.uses -= 1;
+        drop(inner);
+        self.master.unused.notify_all();
+    }
+}

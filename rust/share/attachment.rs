@@ -1,0 +1,497 @@
+// SPDX-License-Identifier: GPL-2.0
+
+//! Attachments of own providers' functions to dma-bufs of any exporter.
+//!
+//! A program attaches the function that it drives to a dma-buf, for instance of a NIC's doorbell page, and gets the
+//! addresses at which the function reaches the memory. An attachment ends by four causes: the program detaches it, its file
+//! is closed, the provider is removed, or the exporter takes the memory back. Where no IOMMU ends the function's access,
+//! the function loses bus mastering unless the program detached. See "Attachments to dma-bufs" in
+//! Documentation/design/lifecycle.md.
+//!
+//! Context: process context, may sleep, with none of the module's locks held. Lock order: `Attachment::import`, the
+//! dma-buf's reservation, `Mapping::state`. The exporter's callback has the reservation locked, and does not take `import`.
+//!
+//! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h), wrapped by [`crate::ext::dma_attachment`].
+
+use crate::{
+    alloc::orchestrator::Orchestrator,
+    ext::{
+        abi::{
+            self,
+            consts, //
+        },
+        bus_master::DmaUse,
+        cred::Credentials,
+        dma_attachment::{
+            AttachmentOwner,
+            DmaAttachment, //
+        },
+        dma_buf::ExporterName,
+        driver,
+        log::{
+            self,
+            Owner, //
+        },
+        refusal::{
+            refuse,
+            Answer,
+            Refusal, //
+        },
+        workqueue, //
+    },
+    mem::{
+        buffer::Provider,
+        provider::ProviderKind,
+        traits::DeviceAttachment, //
+    },
+    policy::{
+        bus_master::Stale,
+        ranges::Range,
+        rule::Subject as _, //
+    },
+    share::dmabuf::{
+        self,
+        Export, //
+    }, //
+};
+use kernel::{
+    fmt, new_mutex, new_work,
+    prelude::*,
+    sync::{
+        atomic::{Atomic, Relaxed},
+        Arc, Mutex,
+    },
+    workqueue::{impl_has_work, Work, WorkItem},
+};
+
+/// The next number of an attachment. Numbers are never used twice.
+static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
+
+/// Gets the events of an attachment.
+///
+/// Called with a dma-buf's reservation locked. Must not drop the last reference to an attachment.
+pub(crate) trait Watcher: Send + Sync {
+    /// An event `kind` (`P2PMEM_EVENT_*`) of the attachment with this handle.
+    fn attachment_event(&self, kind: u32, provider: u32, handle: u32);
+}
+
+/// The phase of a mapping. It only moves forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+enum Phase {
+    New,
+    Live,
+    /// The exporter took the memory back.
+    Revoked,
+    /// The attachment was detached, or its file closed, or the provider removed.
+    Gone,
+}
+
+struct State {
+    phase: Phase,
+    /// The addresses for the function. None unless Live.
+    ranges: KVVec<Range>,
+    /// Whether the end of the mapping also ends the function's access.
+    translated: bool,
+    /// The function may still use the mapping, although the mapping ended.
+    stale: Option<Stale>,
+}
+
+/// What the exporter's callback needs of an attachment.
+#[pin_data]
+struct Mapping {
+    provider: Arc<Provider>,
+    handle: u32,
+    watcher: Arc<dyn Watcher>,
+    #[pin]
+    state: Mutex<State>,
+    #[pin]
+    work: Work<Mapping>,
+}
+
+impl_has_work! {
+    impl HasWork<Mapping> for Mapping { self.work }
+}
+
+impl WorkItem for Mapping {
+    type Pointer = Arc<Self>;
+
+    /// Notifies the files of all attachments of a function that was stopped. Not done by the callback, which has a
+    /// reservation locked.
+    fn run(this: Arc<Self>) {
+        this.provider
+            .for_each_attachment(|attachment| attachment.function_stopped());
+    }
+}
+
+impl Mapping {
+    fn notify(&self, kind: u32) {
+        self.watcher.attachment_event(kind, self.provider.id, self.handle);
+    }
+
+    /// The mapping is about to end, with the reservation locked. `confirmed` says that the function does not use the
+    /// addresses any more. Otherwise, and if no IOMMU ends the access, takes bus mastering from the function. Returns
+    /// whether this stopped the function.
+    fn ending(&self, device: &DmaUse, phase: Phase, confirmed: bool) -> bool {
+        let mut state = self.state.lock();
+        state.phase = phase;
+        let ranges = core::mem::replace(&mut state.ranges, KVVec::new());
+        let mut stopped = false;
+        if !confirmed && !state.translated {
+            let (stale, first) = device.stop();
+            state.stale = Some(stale);
+            stopped = first;
+        }
+        drop(state);
+        drop(ranges);
+        stopped
+    }
+
+    /// Notifies the other attachments of the function that it can do no DMA.
+    fn spread_stop(self: &Arc<Self>) {
+        if log::allowed() {
+            dev_notice!(
+                self.provider.function().device(),
+                "p2pmem: bus mastering is disabled: a mapping ended that the device may still use, and no IOMMU ends the access\n"
+            );
+        }
+        // Cannot be the last reference: the caller has one.
+        workqueue::enqueue(self.clone());
+    }
+}
+
+impl AttachmentOwner for Arc<Mapping> {
+    fn revoked(&self, device: &DmaUse) {
+        let stopped = self.ending(device, Phase::Revoked, false);
+        self.notify(consts::EVENT_ATTACHMENT_REVOKED);
+        if stopped {
+            self.spread_stop();
+        }
+    }
+}
+
+/// The dma-buf that a function is attached to.
+struct Import {
+    attachment: Option<DmaAttachment<Arc<Mapping>>>,
+    /// Whether the attachment has ended, except by its exporter.
+    ended: bool,
+}
+
+/// An attachment, which one handle of a file refers to.
+#[pin_data]
+pub(crate) struct Attachment {
+    id: u64,
+    /// Size of the dma-buf in bytes.
+    pub(crate) size: u64,
+    exporter: ExporterName,
+    owner: Owner,
+    since: u64,
+    mapping: Arc<Mapping>,
+    #[pin]
+    import: Mutex<Import>,
+}
+
+/// How an attachment ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// The program detaches, and confirms that the function does not use the addresses any more.
+    Detached,
+    /// The file is closed, for instance because its process was killed.
+    Closed,
+    /// The provider is being removed.
+    ProviderRemoved,
+}
+
+impl Attachment {
+    /// Attaches the function of `provider` to the dma-buf of a descriptor, and maps the dma-buf. `handle` and `watcher` are
+    /// for events. `quiesced` confirms that the function uses no address of an attachment that has ended.
+    ///
+    /// Errors: those of `P2PMEM_IOC_ATTACH_DMABUF`.
+    pub(crate) fn new(
+        provider: &Arc<Provider>,
+        fd: i32,
+        handle: u32,
+        quiesced: bool,
+        watcher: Arc<dyn Watcher>,
+    ) -> Answer<Arc<Self>> {
+        let addr = provider.addr;
+        if provider.kind != ProviderKind::Own {
+            return Err(refuse!(
+                abi::errno(abi::EOPNOTSUPP),
+                "{} is bound to its own driver: only a function that is bound to the p2pmem driver can be attached",
+                addr
+            ));
+        }
+        permit(provider)?;
+        let dma_buf = dmabuf::look_up(fd)?;
+        if let Some(export) = dma_buf.object_of::<Export>() {
+            if export.provider().function().same(provider.function()) {
+                return Err(refuse!(
+                    EINVAL,
+                    "the dma-buf is memory of {} itself, which reaches it without DMA",
+                    addr
+                ));
+            }
+        }
+        let device = driver::with_bound(addr, |bound| bound.dma_use()).flatten();
+        let mut device = device.ok_or_else(|| removed(provider))?;
+        if !device.start(quiesced) {
+            return Err(refuse!(
+                EBUSY,
+                "{} may still use the memory of an attachment that has ended: stop its DMA, then detach the revoked handles, attach with P2PMEM_ATTACH_QUIESCED, or reset it",
+                addr
+            ));
+        }
+        let shared = Arc::pin_init(
+            pin_init!(Mapping {
+                provider: provider.clone(),
+                handle,
+                watcher,
+                state <- new_mutex!(State {
+                    phase: Phase::New,
+                    ranges: KVVec::new(),
+                    translated: false,
+                    stale: None,
+                }),
+                work <- new_work!("p2pmem_stopped"),
+            }),
+            GFP_KERNEL_ACCOUNT,
+        )?;
+        let (mapping, exporter, size) = (shared.clone(), dma_buf.exporter_name(), dma_buf.size());
+        let this: Arc<Self> = Arc::pin_init(
+            pin_init!(Self {
+                id: NEXT_ID.fetch_add(1, Relaxed),
+                size,
+                exporter,
+                owner: Owner::current(),
+                since: log::now_ns(),
+                mapping,
+                import <- new_mutex!(Import {
+                    attachment: None,
+                    ended: false,
+                }),
+            }),
+            GFP_KERNEL_ACCOUNT,
+        )?;
+        // First: a removal that begins from here on finds the attachment, and waits for `import`.
+        provider.add_attachment(this.id, this.clone()).map_err(|e| match e {
+            e if e == ENODEV => removed(provider),
+            e => e.into(),
+        })?;
+        let mut import = this.import.lock();
+        let attached = if import.ended {
+            Err(removed(provider))
+        } else {
+            DmaAttachment::new(dma_buf, device, shared)
+                .map_err(|e| this.refused("attach to", e))
+                .and_then(|attachment| this.map(attachment))
+        };
+        match attached {
+            Ok(attachment) => {
+                import.attachment = Some(attachment);
+                drop(import);
+                Ok(this)
+            }
+            Err(refusal) => {
+                drop(import);
+                provider.remove_attachment(this.id);
+                Err(refusal)
+            }
+        }
+    }
+
+    /// Maps the dma-buf and keeps the addresses.
+    fn map(&self, attachment: DmaAttachment<Arc<Mapping>>) -> Answer<DmaAttachment<Arc<Mapping>>> {
+        let mut bounced = false;
+        let mapped = attachment.map(consts::MAX_DMA_RANGES as usize, |mapping| {
+            bounced = mapping.bounced;
+            if bounced {
+                return Err(abi::errno(abi::EOPNOTSUPP));
+            }
+            let mut state = self.mapping.state.lock();
+            state.phase = Phase::Live;
+            state.ranges = mapping.ranges;
+            state.translated = mapping.translated;
+            Ok(())
+        });
+        match mapped {
+            Ok(()) => Ok(attachment),
+            Err(e) if bounced => Err(refuse!(
+                e,
+                "{} reaches the memory of the dma-buf of {} only through a bounce buffer, or not coherently",
+                self.mapping.provider.addr,
+                self.exporter
+            )),
+            Err(e) if e == E2BIG => Err(refuse!(
+                e,
+                "the dma-buf of {} has more than {} ranges for {}",
+                self.exporter,
+                consts::MAX_DMA_RANGES,
+                self.mapping.provider.addr
+            )),
+            Err(e) => Err(self.refused("map", e)),
+        }
+    }
+
+    /// Returns the refusal for an error of the exporter.
+    fn refused(&self, what: &str, error: Error) -> Refusal {
+        if error == ERESTARTSYS || error == ENOMEM {
+            return error.into();
+        }
+        refuse!(
+            error,
+            "{} cannot {} the dma-buf of {}: its exporter, or the kernel's DMA interface, refuses",
+            self.mapping.provider.addr,
+            what,
+            self.exporter
+        )
+    }
+
+    /// Ends the attachment. When this returns, the function has no mapping, and the provider's list does not have the
+    /// attachment any more. Takes the reservation.
+    pub(crate) fn end(&self, how: End) {
+        let mut import = self.import.lock();
+        import.ended = true;
+        let mut stopped = false;
+        let mut ended = false;
+        if let Some(attachment) = &import.attachment {
+            attachment.unmap(|| {
+                ended = true;
+                stopped = self
+                    .mapping
+                    .ending(attachment.device(), Phase::Gone, how == End::Detached);
+            });
+        }
+        let gone = import.attachment.take();
+        drop(import);
+        // Detaching and dropping the dma-buf call the exporter.
+        drop(gone);
+        if ended && how == End::ProviderRemoved {
+            self.mapping.notify(consts::EVENT_ATTACHMENT_REVOKED);
+        }
+        if stopped {
+            self.mapping.spread_stop();
+        }
+        let provider = &self.mapping.provider;
+        provider.remove_attachment(self.id);
+        if how != End::Detached {
+            return;
+        }
+        let stale = self.mapping.state.lock().stale.take();
+        if let Some(stale) = stale {
+            driver::with_bound(provider.addr, |bound| bound.confirm(stale));
+        }
+    }
+
+    /// Returns the id of the provider.
+    pub(crate) fn provider(&self) -> u32 {
+        self.mapping.provider.id
+    }
+
+    /// Returns the state (`P2PMEM_ATTACHMENT_*`) and the flags of `info`.
+    pub(crate) fn status(&self) -> (u32, u32) {
+        let import = self.import.lock();
+        let stopped = import.attachment.as_ref().is_some_and(|a| a.device().is_stopped());
+        let state = self.mapping.state.lock();
+        let status = match state.phase {
+            Phase::New | Phase::Live if stopped => consts::ATTACHMENT_STOPPED,
+            Phase::New | Phase::Live => consts::ATTACHMENT_LIVE,
+            Phase::Revoked => consts::ATTACHMENT_REVOKED,
+            Phase::Gone => consts::ATTACHMENT_GONE,
+        };
+        let info = if state.translated {
+            consts::ATTACHMENT_TRANSLATED
+        } else {
+            0
+        };
+        (status, info)
+    }
+
+    /// Returns a copy of at most `most` ranges, and the number of all ranges. Errors: `ENOMEM`.
+    pub(crate) fn ranges(&self, most: usize) -> Result<(KVVec<Range>, usize)> {
+        let mut copy = KVVec::new();
+        let state = self.mapping.state.lock();
+        copy.extend_from_slice(state.ranges.get(..most).unwrap_or(&state.ranges), GFP_KERNEL_ACCOUNT)?;
+        Ok((copy, state.ranges.len()))
+    }
+}
+
+impl DeviceAttachment for Attachment {
+    fn provider_removed(&self) {
+        self.end(End::ProviderRemoved);
+    }
+
+    fn function_stopped(&self) {
+        if self.mapping.state.lock().phase == Phase::Live {
+            self.mapping.notify(consts::EVENT_ATTACHMENT_STOPPED);
+        }
+    }
+
+    fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (status, info) = self.status();
+        let translated = info & consts::ATTACHMENT_TRANSLATED != 0;
+        let state = self.mapping.state.lock();
+        f.write_fmt(fmt!(
+            "attachment {} of {} to a dma-buf of {}: {} bytes, {}, {}, by {}, since {} s\n",
+            self.id,
+            self.mapping.provider.addr,
+            self.exporter,
+            self.size,
+            match status {
+                consts::ATTACHMENT_LIVE => "live",
+                consts::ATTACHMENT_STOPPED => "stopped",
+                consts::ATTACHMENT_REVOKED => "revoked",
+                _ => "gone",
+            },
+            if translated { "translated" } else { "not translated" },
+            self.owner,
+            log::now_ns().saturating_sub(self.since) / 1_000_000_000
+        ))?;
+        for range in state.ranges.iter().take(SHOWN) {
+            f.write_fmt(fmt!("  {:#x}+{:#x}\n", range.offset, range.size))?;
+        }
+        match state.ranges.len().checked_sub(SHOWN) {
+            None | Some(0) => Ok(()),
+            Some(more) => f.write_fmt(fmt!("  and {} more ranges\n", more)),
+        }
+    }
+}
+
+/// The most ranges of an attachment that debugfs shows.
+const SHOWN: usize = 16;
+
+/// Checks that the calling task may attach the function of a provider: with `CAP_SYS_ADMIN`, or as a member of the group
+/// that the administrator named. Errors: `EPERM`.
+fn permit(provider: &Provider) -> Answer {
+    let gid = provider.attach_gid();
+    if log::capable_admin() || gid.is_some_and(|gid| Credentials::current().is_member(gid)) {
+        return Ok(());
+    }
+    Err(match gid {
+        Some(gid) => refuse!(
+            EPERM,
+            "attaching {} takes CAP_SYS_ADMIN or membership in group {}: attach_gid in its configfs directory",
+            provider.addr,
+            gid
+        ),
+        None => refuse!(
+            EPERM,
+            "attaching {} takes CAP_SYS_ADMIN: attach_gid in its configfs directory names no group",
+            provider.addr
+        ),
+    })
+}
+
+fn removed(provider: &Provider) -> Refusal {
+    refuse!(ENODEV, "provider {} is being removed", provider.addr)
+}
+
+/// Writes all attachments, for debugfs.
+pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut result = Ok(());
+    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
+        provider.for_each_attachment(|attachment| {
+            result = result.and_then(|()| attachment.describe(f));
+        });
+    }
+    result
+}
