@@ -56,6 +56,10 @@ pub enum Error {
         why: ExecutionFailure,
     },
 
+    /// An executor cannot execute anything.
+    #[error("the executor failed: {0}")]
+    Executor(String),
+
     /// A work request is invalid.
     #[error("work request {id:#x} is invalid: {why}")]
     Request {
@@ -159,6 +163,15 @@ pub enum ExecutionFailure {
         /// The value that the poll read last.
         last: u32,
     },
+    /// A poll did not come true in time, and the executor does not report the value.
+    #[error("did not come true within {limit:?}")]
+    Late {
+        /// The time limit.
+        limit: Duration,
+    },
+    /// The executor was stopped.
+    #[error("was stopped")]
+    Stopped,
     /// The executor has no address for a region.
     #[error("names region {}, which this executor has not mapped", region.number())]
     Unmapped {

@@ -8,6 +8,7 @@
 //! | [`bytecode`] | operations, programs, capabilities of an executor, the binary form |
 //! | [`region`] | the memory that byte code names |
 //! | [`interpreter`] | the executor on the CPU, which is the meaning of the byte code |
+//! | `gpu` | the executor on an NVIDIA GPU, with the feature `cuda` |
 //! | [`wqe`], [`cqe`] | work requests and completions in the NIC's format |
 //! | [`queue`] | queue pairs and completion queues: post, commit, roll back, peek, poll |
 //! | [`memory`] | memory for queues and payload, in the host or in an accelerator |
@@ -18,12 +19,18 @@
 //! `Documentation/design/async.md` describes the design.
 
 pub mod bytecode;
+#[cfg(feature = "verbs")]
 pub mod channel;
 pub mod cqe;
+#[cfg(feature = "verbs")]
 pub mod endpoint;
 pub mod error;
+#[cfg(feature = "cuda")]
+pub mod gpu;
 pub mod interpreter;
+#[cfg(feature = "verbs")]
 pub mod memory;
+#[cfg(feature = "verbs")]
 #[doc(hidden)]
 pub mod pingpong;
 pub mod queue;

@@ -4,15 +4,20 @@
 
 #![allow(unsafe_code)]
 
+#[cfg(feature = "verbs")]
 pub mod uverbs;
 
 use std::fmt;
+#[cfg(feature = "verbs")]
 use std::io;
+#[cfg(feature = "verbs")]
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 
 use p2pmem_access_sys as access;
-use rustix::mm::{madvise, mmap, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
+#[cfg(feature = "verbs")]
+use rustix::mm::mmap;
+use rustix::mm::{madvise, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
 
 use crate::error::{Error, Result};
 use crate::region::Memory;
@@ -154,11 +159,13 @@ impl Memory for HostMemory {
 }
 
 /// A doorbell register page (UAR) of a NIC. It is write-only: reads return zeros and do not reach the NIC.
+#[cfg(feature = "verbs")]
 #[derive(Debug)]
 pub struct DoorbellPage {
     mapped: Mapped,
 }
 
+#[cfg(feature = "verbs")]
 impl DoorbellPage {
     /// Maps the page at `offset` of a NIC's device file.
     fn new(file: BorrowedFd<'_>, offset: u64) -> io::Result<Self> {
@@ -173,6 +180,7 @@ impl DoorbellPage {
     }
 }
 
+#[cfg(feature = "verbs")]
 impl Memory for DoorbellPage {
     fn len(&self) -> usize {
         PAGE

@@ -10,7 +10,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use p2pmem_access_sys as access;
-use rustix::fs::{fcntl_add_seals, ftruncate, memfd_create, MemfdFlags, SealFlags};
+use rustix::fs::{fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create, MemfdFlags, SealFlags};
 use rustix::mm::{mmap, munmap, MapFlags, ProtFlags};
 
 use crate::error::LoadError;
@@ -245,11 +245,30 @@ impl Gpu {
     /// The kernel or CUDA refuses the memory.
     pub fn alloc_host(&self, size: usize) -> std::result::Result<HostMemory, HostMemoryError> {
         let kernel = |error: rustix::io::Errno| HostMemoryError::Kernel(error.into());
-        let streams = self.context.load_streams().map_err(|error| missing(&error))?;
-        self.context.make_current()?;
         let file = memfd_create("p2pmem-cuda", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(kernel)?;
         ftruncate(&file, size as u64).map_err(kernel)?;
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(kernel)?;
+        self.map_host(file)
+    }
+
+    /// Maps host memory that others have mapped, too, and makes it accessible to the GPU.
+    ///
+    /// # Errors
+    ///
+    /// The file is not a memfd that is sealed against shrinking, or the kernel or CUDA refuses the memory.
+    pub fn map_host(&self, file: OwnedFd) -> std::result::Result<HostMemory, HostMemoryError> {
+        let kernel = |error: rustix::io::Errno| HostMemoryError::Kernel(error.into());
+        let streams = self.context.load_streams().map_err(|error| missing(&error))?;
+        self.context.make_current()?;
+        // Accesses beyond the end of a file that has shrunk would raise SIGBUS.
+        if !fcntl_get_seals(&file).map_err(kernel)?.contains(SealFlags::SHRINK) {
+            return Err(HostMemoryError::Kernel(io::Error::new(
+                io::ErrorKind::InvalidInput,
+                "the memfd is not sealed against shrinking (F_SEAL_SHRINK)",
+            )));
+        }
+        let size = fstat(&file).map_err(kernel)?.st_size;
+        let size = usize::try_from(size).map_err(|_| kernel(rustix::io::Errno::FBIG))?;
         let (protection, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         // SAFETY: a new mapping at an address that the kernel selects affects no other memory.
         let start = unsafe { mmap(ptr::null_mut(), size, protection, flags, &file, 0) }.map_err(kernel)?;
@@ -290,6 +309,11 @@ impl HostMemory {
     /// The size in bytes.
     pub fn size(&self) -> usize {
         self.size
+    }
+
+    /// The address in this process.
+    pub fn address(&self) -> usize {
+        self.start as usize
     }
 
     /// Writes bytes. An aligned group of 8, 4, or 2 bytes is one store.

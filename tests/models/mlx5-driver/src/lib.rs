@@ -6,6 +6,7 @@
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,8 @@ use rustix::event::{EventfdFlags, eventfd};
 
 /// Bus address of the shared memory.
 pub const RAM: u64 = 0x1_0000_0000;
-const RAM_SIZE: u64 = 64 << 20;
+/// Size of the shared memory in bytes.
+pub const RAM_SIZE: u64 = 64 << 20;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PAGE: u64 = 4096;
 const QUEUE: u64 = RAM;
@@ -47,7 +49,7 @@ pub struct Driver {
     /// Observes the adapter from outside.
     pub handle: Handle,
     /// The shared memory, at the bus address [`RAM`].
-    pub ram: Memory,
+    pub ram: Arc<Memory>,
     free: u64,
     /// Event files of the interrupt vectors.
     pub interrupts: Vec<OwnedFd>,
@@ -116,7 +118,7 @@ impl Driver {
         let server = std::thread::spawn(move || serve(ours, &mut nic).is_ok());
         let mut client = Client::new(theirs).unwrap();
         client.version().unwrap();
-        let ram = Memory::new("ram", RAM_SIZE).unwrap();
+        let ram = Arc::new(Memory::new("ram", RAM_SIZE).unwrap());
         client.dma_map(RAM, RAM_SIZE, Some((ram.fd(), 0))).unwrap();
         let mut driver = Self {
             client: Some(client),
@@ -428,6 +430,12 @@ impl Driver {
     /// Creates a QP in state RST with one CQ for both queues.
     pub fn queue_pair(&mut self, service: u32, cq: &Ring, fill: impl FnOnce(&mut [u8])) -> Qp {
         self.try_queue_pair(service, cq, fill).unwrap()
+    }
+
+    /// Creates a QP in state RST with a CQ for each queue.
+    pub fn queue_pair_with(&mut self, service: u32, sends: &Ring, receives: &Ring) -> Qp {
+        let receives = receives.number;
+        self.queue_pair(service, sends, |context| ifc::qpc::CQN_RCV.set(context, receives))
     }
 
     /// Creates a QP like [`Driver::queue_pair`]. The command may fail.

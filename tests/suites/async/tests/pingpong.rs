@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The ping-pong with the CPU as the executor: p2pmem-async against the model of the adapter, without a kernel.
+
+use std::time::Duration;
+
+use p2pmem_async::bytecode::Peer;
+use p2pmem_async::wqe::{Payload, SendOperation, SendRequest, Transport};
+use p2pmem_async_suite::executor::{Cpu, Executor};
+use p2pmem_async_suite::node::{Doorbells, Node};
+use p2pmem_async_suite::pingpong::{Side, run};
+use p2pmem_ib::{Fabric, Topology};
+
+/// Far beyond what a loaded machine needs.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Creates two connected nodes.
+fn nodes(transport: Transport, bytes: u32) -> (Node, Node) {
+    let topology = Topology {
+        switches: vec!["sw".to_owned()],
+        links: Vec::new(),
+    };
+    let subnet = Fabric::new(&topology, 1).unwrap();
+    let node = |name, guid| Node::new(name, guid, &subnet, transport, bytes, &Peer::cpu()).unwrap();
+    let (a, b) = (node("a", 0x0002_c903_0000_1000), node("b", 0x0002_c903_0000_2000));
+    a.connect(&b);
+    b.connect(&a);
+    (a, b)
+}
+
+fn ping_pong(transport: Transport, bytes: u32, iterations: u32, batch: u32) {
+    let (a, b) = nodes(transport, bytes);
+    let (mut for_a, mut for_b) = (Cpu::new(&a, LIMIT), Cpu::new(&b, LIMIT));
+    let _doorbells = Doorbells::new([&a, &b]);
+    let mut a = Side {
+        node: &a,
+        executor: &mut for_a,
+    };
+    let mut b = Side {
+        node: &b,
+        executor: &mut for_b,
+    };
+    let outcome = run(&mut a, &mut b, iterations, batch, LIMIT).unwrap();
+    assert!(outcome.verified, "{outcome:?}");
+}
+
+#[test]
+fn connections_in_batches_beyond_several_laps_of_all_queues() {
+    ping_pong(Transport::Rc, 128, 300, 20);
+}
+
+#[test]
+fn datagrams() {
+    ping_pong(Transport::Ud, 128, 150, 7);
+}
+
+#[test]
+fn large_messages() {
+    ping_pong(Transport::Rc, 64 << 10, 20, 1);
+}
+
+#[test]
+fn a_poll_without_a_message_ends_with_its_operation_and_nothing_after_it_is_executed() {
+    let (a, b) = nodes(Transport::Rc, 128);
+    let _doorbells = Doorbells::new([&a, &b]);
+    let mut executor = Cpu::new(&a, Duration::from_millis(20));
+    let peek = a.qp.receive_cq().peek_cq(1).unwrap();
+    executor.submit(&peek.program).unwrap();
+    executor.add(&a.payload).unwrap();
+    let request = SendRequest::new(1, SendOperation::Send, Payload::Memory(vec![a.source()]));
+    a.qp.post_send(&request).unwrap();
+    executor.submit(&a.qp.commit_qp().unwrap()).unwrap();
+    let error = executor.finish(LIMIT).unwrap_err().to_string();
+    assert!(error.starts_with("operation 0 (POLL_"), "{error}");
+    assert_eq!(a.payload.load_dword(0), 0, "the computation after the poll was executed");
+    assert!(a.qp.send_cq().poll_cq(1).unwrap().is_empty());
+    // The peek can be taken back, and everything can be released.
+    assert!(a.qp.receive_cq().abort_peek_cq(peek.id));
+}
