@@ -3,11 +3,9 @@
 //! Byte code: what an executor does to drive a NIC. `Documentation/design/async.md` has the meaning of each operation.
 //!
 //! A [`Program`] names places by [`Target`]: a region and an offset. An executor maps regions to its own addresses, so the
-//! same program runs on the CPU, on an accelerator, and on a GPU. [`encoding`] is the binary form for devices.
+//! same program runs on the CPU, on an accelerator, and on a GPU.
 
-pub mod encoding;
-
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 use crate::error::{Error, Result};
 use crate::region::{Region, Target};
@@ -269,10 +267,12 @@ impl Program {
 
     /// Returns the program as text for people, one operation a line.
     pub fn explain(&self) -> String {
-        let lines = self.operations.iter().enumerate();
-        lines
-            .map(|(index, operation)| format!("{index:3}  {operation}\n"))
-            .collect()
+        let mut text = String::new();
+        for (index, operation) in self.operations.iter().enumerate() {
+            // Writing to a String does not fail.
+            let _ = writeln!(text, "{index:3}  {operation}");
+        }
+        text
     }
 }
 

@@ -212,7 +212,9 @@ impl GpuExecutor {
                 let mut first = 0;
                 for submitted in &submitted {
                     let relative = index.and_then(|index| index.checked_sub(first));
-                    at = at.or(relative.filter(|i| *i < submitted.indices.len()).map(|i| (submitted, i)));
+                    at = at.or(relative
+                        .filter(|i| *i < submitted.indices.len())
+                        .map(|i| (submitted, i)));
                     first += submitted.indices.len();
                 }
                 Err(failure(at, ExecutionFailure::Late { limit }))

@@ -5,7 +5,6 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::bytecode::encoding::Addresses;
 use crate::bytecode::{Operation, Program};
 use crate::error::{Error, ExecutionFailure, Result};
 use crate::region::{Region, RegionId, Target};
@@ -113,13 +112,6 @@ impl Interpreter {
             Some(end) if end <= region.len() => Ok((region, at)),
             _ => Err(outside),
         }
-    }
-}
-
-impl Addresses for Interpreter {
-    fn region(&self, id: RegionId) -> Option<(u64, usize)> {
-        let region = self.regions.get(&id)?;
-        Some((region.address(), region.len()))
     }
 }
 

@@ -5,7 +5,7 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`bytecode`] | operations, programs, capabilities of an executor, the binary form |
+//! | [`bytecode`] | operations, programs, capabilities of an executor |
 //! | [`region`] | the memory that byte code names |
 //! | [`interpreter`] | the executor on the CPU, which is the meaning of the byte code |
 //! | `gpu` | the executor on an NVIDIA GPU, with the feature `cuda` |

@@ -13,9 +13,9 @@ use std::sync::Arc;
 /// # Panics
 ///
 /// All methods panic if the range is not inside the memory, or if the offset is not a multiple of the access size.
+#[allow(clippy::len_without_is_empty)] // no memory is empty
 pub trait Memory: Send + Sync + fmt::Debug {
     /// Returns the length in bytes.
-    #[allow(clippy::len_without_is_empty)] // no memory is empty
     fn len(&self) -> usize;
     /// Returns the address in this process, for registration and for requests to the kernel.
     fn address(&self) -> u64;

@@ -107,8 +107,8 @@ fn model(memory: &mut [u8], operations: &[Operation]) -> Option<usize> {
                 .fold(0_i64, |value, byte| value * 256 + i64::from(*byte))
         };
         let holds = match operation {
-            Operation::PollAnd { value, .. } => (0..32).any(|bit| word() >> bit & 1 == 1 && value >> bit & 1 == 1),
-            Operation::PollNor { value, .. } => (0..32).any(|bit| word() >> bit & 1 == 0 && value >> bit & 1 == 0),
+            Operation::PollAnd { value, .. } => (0..32).any(|bit| (word() >> bit) & 1 == 1 && (value >> bit) & 1 == 1),
+            Operation::PollNor { value, .. } => (0..32).any(|bit| (word() >> bit) & 1 == 0 && (value >> bit) & 1 == 0),
             Operation::PollGeq { value, .. } => (word() - i64::from(*value)).rem_euclid(1 << 32) < 1 << 31,
             _ => true,
         };

@@ -697,9 +697,9 @@ fn modify_request(handle: u32, state: QpState, change: &QpChange) -> [u8; 112] {
     const PORT: u32 = 1 << 5;
     const QKEY: u32 = 1 << 6;
     /// Address vector, path MTU, number of the other queue pair, receive PSN, and READs that are answered, RNR timer.
-    const ROUTE: u32 = 1 << 7 | 1 << 8 | 1 << 20 | 1 << 12 | 1 << 17 | 1 << 15;
+    const ROUTE: u32 = (1 << 7) | (1 << 8) | (1 << 20) | (1 << 12) | (1 << 17) | (1 << 15);
     /// Timeout, retries, RNR retries, READs that are requested.
-    const RETRIES: u32 = 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13;
+    const RETRIES: u32 = (1 << 9) | (1 << 10) | (1 << 11) | (1 << 13);
     const SEND_PSN: u32 = 1 << 16;
 
     let mut bytes = [0; 112];
