@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> (i32, String, String) {
 
 #[test]
 fn invalid_arguments_are_exit_code_2_with_a_reason() {
-    let cases: [(&[&str], &str); 15] = [
+    let cases: [(&[&str], &str); 16] = [
         (&[], "Usage: p2pmemctl"),
         (&["frobnicate"], "unrecognized subcommand"),
         (&["alloc"], "<SIZE>"),

@@ -109,9 +109,8 @@ impl Node {
         let mut driver = Driver::new(name, guid, subnet);
         driver.init();
         let ram = Ram(driver.ram.clone());
-        let region = |kind, address: u64, len: usize| {
-            Region::part(kind, Arc::new(ram.clone()), (address - RAM) as usize, len)
-        };
+        let region =
+            |kind, address: u64, len: usize| Region::part(kind, Arc::new(ram.clone()), (address - RAM) as usize, len);
         let events = driver.event_queue(1, &[]);
         let queue = |driver: &mut Driver| -> Result<(Ring, AsyncCq)> {
             let ring = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
@@ -214,7 +213,9 @@ pub struct Doorbells {
 impl Doorbells {
     /// Starts the thread.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> Self {
-        let bells = nodes.into_iter().map(|node| (node.driver.clone(), node.doorbell.clone()));
+        let bells = nodes
+            .into_iter()
+            .map(|node| (node.driver.clone(), node.doorbell.clone()));
         let bells: Vec<_> = bells.collect();
         let over = Arc::new(AtomicBool::new(false));
         let end = over.clone();
@@ -234,7 +235,10 @@ impl Doorbells {
                     idle = false;
                     let mut driver = lock(driver);
                     let register = u64::from(driver.uar) * 4096 + DOORBELL_OFFSET;
-                    driver.client().write(0, register, &rung).context("the adapter does not answer")?;
+                    driver
+                        .client()
+                        .write(0, register, &rung)
+                        .context("the adapter does not answer")?;
                 }
                 if idle {
                     std::thread::yield_now();

@@ -110,10 +110,14 @@ pub fn run(a: &mut Side<'_>, b: &mut Side<'_>, iterations: u32, batch: u32, limi
     let took = begin.elapsed();
     let words = |node: &Node| {
         let payload = &node.payload;
-        (0..payload.len()).step_by(4).map(|at| payload.load_dword(at)).collect::<Vec<_>>()
+        (0..payload.len())
+            .step_by(4)
+            .map(|at| payload.load_dword(at))
+            .collect::<Vec<_>>()
     };
     let wanted = |value: u32| move |word: &u32| *word == value;
-    let verified = words(a.node).iter().all(wanted(2 * iterations)) && words(b.node).iter().all(wanted(2 * iterations - 1));
+    let verified =
+        words(a.node).iter().all(wanted(2 * iterations)) && words(b.node).iter().all(wanted(2 * iterations - 1));
     Ok(Outcome {
         iterations,
         us_per_message: took.as_secs_f64() * 1e6 / f64::from(2 * iterations),

@@ -72,7 +72,11 @@ fn a_poll_without_a_message_ends_with_its_operation_and_nothing_after_it_is_exec
     executor.submit(&a.qp.commit_qp().unwrap()).unwrap();
     let error = executor.finish(LIMIT).unwrap_err().to_string();
     assert!(error.starts_with("operation 0 (POLL_"), "{error}");
-    assert_eq!(a.payload.load_dword(0), 0, "the computation after the poll was executed");
+    assert_eq!(
+        a.payload.load_dword(0),
+        0,
+        "the computation after the poll was executed"
+    );
     assert!(a.qp.send_cq().poll_cq(1).unwrap().is_empty());
     // The peek can be taken back, and everything can be released.
     assert!(a.qp.receive_cq().abort_peek_cq(peek.id));

@@ -7,8 +7,8 @@
 use p2pmem_mlx5::HoldRequest;
 use p2pmem_mlx5::layout::{constants, ifc, op, wire};
 
-use p2pmem_mlx5_driver::{Driver, Qp, Refused, Ring, data, ended, remote, until};
 use super::{adapter, loopback, pattern};
+use p2pmem_mlx5_driver::{Driver, Qp, Refused, Ring, data, ended, remote, until};
 
 /// Length of a transfer: one packet, so that the adapter writes it at once.
 const LEN: usize = 1 << 10;

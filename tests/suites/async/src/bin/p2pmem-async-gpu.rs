@@ -71,7 +71,10 @@ struct Report {
 
 fn main() -> Result<()> {
     let options = Options::parse();
-    ensure!(options.size % 4 == 0 && options.size > 0, "--size must be a multiple of 4");
+    ensure!(
+        options.size % 4 == 0 && options.size > 0,
+        "--size must be a multiple of 4"
+    );
     let gpu = gpu();
     let wants_gpu = matches!(options.executor, Some(Kind::Stream | Kind::Kernel));
     if let (true, Err(why)) = (wants_gpu, &gpu) {
