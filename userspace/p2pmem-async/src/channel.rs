@@ -74,7 +74,7 @@ impl Channel {
     ///
     /// # Errors
     ///
-    /// Those of [`AsyncQp::post_send`](crate::queue::AsyncQp::post_send). If the queue has no room for the signal, the
+    /// Those of [`AsyncQp::post_send`](crate::queue::AsyncQp::post_send). If the queue has no space for the signal, the
     /// data stays posted: submit it and retry the signal with [`Channel::signal`].
     pub fn put_with_signal(&mut self, from: Segment, to: Remote, signal: Remote, change: Signal) -> Result<u64> {
         self.post(SendOperation::Write(to), Payload::Memory(vec![from]), false)?;

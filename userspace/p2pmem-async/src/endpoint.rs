@@ -245,7 +245,7 @@ impl Endpoint {
         queues.chain(self.qp.receive_cq().regions()).chain(self.qp.regions())
     }
 
-    /// Exports the doorbell page as a dma-buf, by which another device can ring. Whoever imports it can make the NIC read
+    /// Exports the doorbell page as a dma-buf, by which another device can ring. An importer can make the NIC read
     /// the send queue at any time, and do nothing else.
     ///
     /// # Errors

@@ -69,7 +69,7 @@ pub enum Error {
         why: String,
     },
 
-    /// A send or receive queue has no room.
+    /// A send or receive queue has no space.
     #[error("the {queue} of queue pair {qpn:#x} is full: {used} of {size} {unit} are in use; consume completions with poll_cq() first")]
     QueueFull {
         /// `send queue` or `receive queue`.

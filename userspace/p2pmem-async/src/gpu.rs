@@ -2,7 +2,7 @@
 
 //! The executor on an NVIDIA GPU, by CUDA's driver API, which is loaded at run time.
 //!
-//! A GPU executes byte code in one of two ways ([`Method`]), each in the order of a stream, so that kernels which make or use
+//! A GPU executes byte code by one of two methods ([`Method`]), each in the order of a stream, so that kernels which make or use
 //! the data run between two programs without the CPU.
 
 use std::collections::HashMap;
@@ -230,5 +230,5 @@ impl GpuExecutor {
     }
 }
 
-/// Operations of a program that an executor takes: those that the stream's memory for a kernel has room for.
+/// Operations of a program that an executor takes: those that the stream's memory for a kernel has space for.
 const MAX_OPERATIONS: usize = 1 << 16;

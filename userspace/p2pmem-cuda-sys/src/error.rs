@@ -36,7 +36,7 @@ impl Error for CudaError {}
 pub enum LoadError {
     /// libcuda.so.1 cannot be loaded.
     NotInstalled(libloading::Error),
-    /// libcuda.so.1 lacks a function.
+    /// libcuda.so.1 does not have a function.
     TooOld(libloading::Error),
     /// `cuInit()` failed.
     Init(CudaError),

@@ -101,7 +101,7 @@ pub(crate) struct Context {
     /// `CUdevice`.
     device: c_int,
     handle: Handle,
-    /// Whether a stream waits for ever. CUDA's calls that free something wait for the GPU, and are not made any more.
+    /// Whether a stream waits without a limit. CUDA's calls that free something wait for the GPU, and are not made any more.
     abandoned: AtomicBool,
 }
 
@@ -134,14 +134,14 @@ impl Context {
         self.functions().check("cuCtxSetCurrent", code)
     }
 
-    /// Makes the context current to free something. Returns `None` if that could wait for ever, or fails; the driver then
+    /// Makes the context current to free something. Returns `None` if that could wait without a limit, or fails; the driver then
     /// frees it with the process.
     pub(crate) fn to_free(&self) -> Option<&Functions> {
         let usable = !self.abandoned.load(Ordering::Acquire) && self.make_current().is_ok();
         usable.then(|| self.functions())
     }
 
-    /// States that a stream waits for ever.
+    /// States that a stream waits without a limit.
     pub(crate) fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
     }

@@ -56,7 +56,7 @@ pub enum StreamError {
         /// The range.
         range: OutOfRange,
     },
-    /// The stream has no room for a list before [`Stream::finish`].
+    /// The stream has no space for a list before [`Stream::finish`].
     Full,
     /// A list of [`Stream::execute`] ended early. The stream has executed nothing after it.
     Ended {
@@ -80,7 +80,7 @@ impl fmt::Display for StreamError {
         match self {
             Self::Cuda(error) => error.fmt(f),
             Self::Range { index, range } => write!(f, "operation {index}: {range}"),
-            Self::Full => write!(f, "the stream has no room for more lists: call finish() first"),
+            Self::Full => write!(f, "the stream has no space for more lists: call finish() first"),
             Self::Ended { list, index, why } => {
                 let why = match why {
                     Ended::Late => "was not fulfilled within its limit",
@@ -177,7 +177,7 @@ impl Gpu {
     ///
     /// # Errors
     ///
-    /// libcuda lacks a function, or CUDA or the kernel refuses memory.
+    /// libcuda does not have a function, or CUDA or the kernel refuses memory.
     pub fn stream(&self) -> Result<Stream, HostMemoryError> {
         let streams = self.context.load_streams().map_err(|error| missing(&error))?;
         let arena = Arc::new(self.alloc_host(ARENA)?);
@@ -294,7 +294,7 @@ impl Stream {
     ///
     /// # Errors
     ///
-    /// An operation is out of range, the stream has no room, or CUDA refuses the kernel.
+    /// An operation is out of range, the stream has no space, or CUDA refuses the kernel.
     pub fn execute(&mut self, operations: &[Operation], limit: Duration) -> Result<(), StreamError> {
         let convert = |(index, operation): (usize, &Operation)| {
             operation
@@ -316,7 +316,7 @@ impl Stream {
             self.arena.write(first + i * ENTRY, entry);
         }
         let base = self.arena_address();
-        // Not truncated: the arena has room for the entries.
+        // Not truncated: the arena has space for the entries.
         let count = entries.len() as u32;
         let nanoseconds = u64::try_from(limit.as_nanos()).unwrap_or(u64::MAX);
         let (entries, of_state) = (base + first as Address, base + state as Address);

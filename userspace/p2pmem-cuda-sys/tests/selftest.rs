@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The example gpu_selftest without a GPU: a C program takes the place of libcuda.so.1 and executes what CUDA is asked for.
+//! The example gpu_selftest without a GPU: a C program takes the place of libcuda.so.1 and executes the calls.
 //!
 //! The test thus checks that operations reach CUDA as they should. interpreter.ptx runs on GPUs only.
 

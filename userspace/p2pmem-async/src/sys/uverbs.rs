@@ -77,7 +77,7 @@ struct Header {
 
 const MAX_ATTRIBUTES: usize = 16;
 
-/// A call with room for its attributes.
+/// A call with space for its attributes.
 #[repr(C)]
 struct Frame {
     header: Header,
