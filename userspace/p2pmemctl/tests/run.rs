@@ -182,6 +182,7 @@ fn the_report_has_what_the_command_took() {
                 "buffers": buffers(1, 8192),
                 "registrations": {"dmabuf": none, "other_memory": none},
                 "refused": {"mappings": 0, "registrations": 0},
+                "removed_providers": [],
             })
         )
     );

@@ -88,7 +88,7 @@ fn values_are_those_of_the_machine() {
         ("explain -o S", &["SIZE", "SOURCE"]),
         ("scan -o MISS", &["MISSING"]),
         ("scan --clients -o DM", &["DMABUF"]),
-        ("scan --clients -o +device,name", &["+DEVICE,NAMES"]),
+        ("scan --clients -o +device,name", &["+device,NAMES"]),
         ("scan -o DRI", &["DRIVER"]),
     ] {
         assert_eq!(
