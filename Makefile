@@ -69,11 +69,11 @@ test: ## + run all checks and tests: lint, host tests, tests in guests, demo; th
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 sandbox: ## create the sandbox if it is missing
-	@tools/probe sandbox
+	@tools/probe sandbox tests
 	@$(sandbox) make
 
 sandbox-build:
-	@tools/probe sandbox
+	@tools/probe sandbox build
 	@$(sandbox) make build
 
 ifdef module-for
@@ -126,7 +126,7 @@ ifdef module-for
 rust-analyzer: modules ## set up rust-analyzer for module, user space, and tests, and test the setup
 	@tools/rust-analyzer host
 else
-rust-analyzer: modules
+rust-analyzer: sandbox modules
 	@tools/rust-analyzer sandbox
 endif
 

@@ -15,6 +15,7 @@ import argparse
 import base64
 import os
 import sys
+import traceback
 
 import p2pmem
 from nixl_cu12 import nixl_agent, nixl_agent_config
@@ -66,7 +67,7 @@ def main() -> int:
             # Device memory that has an address of the process is DRAM for NIXL; VRAM is memory of CUDA.
             memory = agent.register_memory(agent.get_reg_descs([(buffer.address, SIZE, 0, "")], "DRAM"))
         except Exception as error:
-            sys.exit(f"NIXL does not register the buffer: {error!r}\n{NEEDS_SHIM}")
+            raise RuntimeError(f"NIXL does not register the buffer: {error!r}\n{NEEDS_SHIM}") from error
         code = move(agent, buffer, options)
         # After an error, the end of the process frees the registration: UCX may still wait for the node that failed.
         if code == 0:
@@ -78,7 +79,11 @@ if __name__ == "__main__":
     try:
         code = main()
     except p2pmem.Error as error:
-        sys.exit(f"{error}\n{error.remedy or ''}".strip())
+        print(f"{error}\n{error.remedy or ''}".strip(), file=sys.stderr)
+        code = 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
     # Without the destructors of the wheel's copy of libnl, which crash if the system's libnl is loaded too, also without p2pmem.
     sys.stdout.flush()
     sys.stderr.flush()

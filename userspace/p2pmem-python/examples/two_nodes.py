@@ -46,9 +46,11 @@ class Peer:
         self._stream.flush()
 
     def receive(self) -> Any:
-        """Returns the next value, or None if the other node has disconnected."""
+        """Returns the next value. Raises EOFError if the other node has disconnected."""
         line = self._stream.readline()
-        return json.loads(line) if line else None
+        if not line:
+            raise EOFError("the other node has disconnected")
+        return json.loads(line)
 
 
 def digest(buffer: p2pmem.Buffer) -> str:
@@ -58,7 +60,11 @@ def digest(buffer: p2pmem.Buffer) -> str:
 
 def serve(peer: Peer, buffer: p2pmem.Buffer) -> None:
     """Sends the hash of the buffer each time that the other node asks, until it disconnects."""
-    while peer.receive() is not None:
+    while True:
+        try:
+            peer.receive()
+        except EOFError:
+            return
         peer.send(digest(buffer))
 
 

@@ -63,7 +63,7 @@ pub(crate) fn explain(context: &mut Context<'_>, args: &ExplainArgs) -> anyhow::
         ErrorKind::ModuleMissing => anyhow::Error::new(Advised {
             error,
             remedy:
-                "load the module (modprobe p2pmem), or add --what-if to decide over all devices with memory from sysfs",
+                "load the module (modprobe p2pmem). Without the module, --what-if decides over all devices with memory from sysfs",
         }),
         _ => error.into(),
     })?;

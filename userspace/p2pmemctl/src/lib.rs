@@ -136,8 +136,11 @@ fn report(context: &mut Context<'_>, error: &anyhow::Error) {
     // A kernel that is too old for the module cannot load it.
     let release = doctor::needed_release(context.environment).filter(|_| missing);
     let remedy = remedy.map(|remedy| match release {
-        Some((major, minor)) => format!("boot Linux {major}.{minor} or later, then {remedy}"),
-        None => remedy.to_owned(),
+        // Other remedies do not load the module.
+        Some((major, minor)) if remedy.starts_with("load the module") => {
+            format!("boot Linux {major}.{minor} or later, then {remedy}")
+        }
+        _ => remedy.to_owned(),
     });
     let text = format!("{error:#}");
     if context.json {

@@ -694,7 +694,9 @@ Clients:
     put_release("6.18.4\n");
     // This kernel cannot load the module.
     assert!(
-        remedy().contains("remedy: boot Linux 7.2 or later, then load the module"),
+        remedy().contains(
+            "remedy: boot Linux 7.2 or later, then load the module (modprobe p2pmem). Without the module, --what-if"
+        ),
         "{}",
         remedy()
     );

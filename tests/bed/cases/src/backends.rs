@@ -32,7 +32,7 @@ pub struct Check {
     pub name: &'static str,
     /// A one-line description of the test.
     pub about: &'static str,
-    /// The topology that the test needs. Outside of the tests of this topology, the module is never loaded.
+    /// The topology that the test needs. Its guests start without the module; a test that loads it unloads it again.
     pub topology: &'static str,
     /// Whether no other test can use the guest afterwards.
     pub ruins: bool,
