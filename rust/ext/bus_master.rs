@@ -95,7 +95,8 @@ impl BusMaster {
         unsafe {
             if enable {
                 sys::p2pmem_pci_start_dma(pdev);
-            } else {
+            } else if sys::p2pmem_pci_does_dma(pdev) {
+                // Not again if it is disabled: the wait for pending reads can take long, and callers hold others' locks.
                 sys::p2pmem_pci_stop_dma(pdev);
             }
         }
@@ -143,14 +144,22 @@ impl DmaUse {
         true
     }
 
-    /// Keeps the device from DMA, because a mapping is about to end that the device may still use. Returns the stale
-    /// mapping, and whether the device could do DMA before.
-    pub(crate) fn stop(&self) -> (Stale, bool) {
+    /// A mapping is about to end that the device may still use. Keeps the device from DMA, unless `translated` says that an
+    /// IOMMU ends the access. Returns the stale mapping, and whether this stopped the device.
+    pub(crate) fn end_unconfirmed(&self, translated: bool) -> (Stale, bool) {
         let mut inner = self.master.inner.lock();
-        let first = !inner.mastering.is_stopped();
-        let stale = inner.mastering.add_stale();
-        self.master.set(false);
+        let first = !translated && !inner.mastering.is_stopped();
+        let stale = inner.mastering.add_stale(translated);
+        if !translated {
+            self.master.set(false);
+        }
         (stale, first)
+    }
+
+    /// Returns whether the end of a DMA mapping at `address` also ends the device's access.
+    pub(crate) fn translates(&self, address: u64) -> bool {
+        // SAFETY: The device is bound while `self` exists.
+        unsafe { sys::p2pmem_dma_is_translated(self.device().as_raw(), address) }
     }
 
     /// Returns whether stale mappings keep the device from DMA.

@@ -200,7 +200,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
         };
         let device = self.inner.device.device().as_raw();
         for entry in &raw {
-            // SAFETY: The device is bound while `inner.device` exists, so its IOMMU domain does not change.
+            // SAFETY: The device is bound while `inner.device` exists.
             mapping.translated &= unsafe { sys::p2pmem_dma_is_translated(device, entry.address) };
             // SAFETY: The device is valid and has a DMA mask, as every PCI function.
             mapping.bounced |= unsafe { sys::p2pmem_dma_is_bounced(device, entry.address) };

@@ -4,8 +4,9 @@
 //!
 //! Bus mastering is enabled while the function has attachments. A mapping that ends although nobody has said that the
 //! function stopped using it is *stale* if no IOMMU ends the access: the function may still write to the address, which
-//! others may own soon. Bus mastering is disabled as long as there are stale mappings. See "Attachments to dma-bufs" in
-//! Documentation/design/lifecycle.md.
+//! others may own soon. Bus mastering is disabled as long as there are stale mappings. If an IOMMU ends the access, the
+//! mapping is only *unconfirmed*: a later attachment could get the same I/O address, so nobody can attach the function until
+//! the end is confirmed. See "Attachments to dma-bufs" in Documentation/design/lifecycle.md.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
 //! module and the host tests of tests/suites/pure compile the same source; its tests run as KUnit tests and on the host.
@@ -17,14 +18,16 @@ pub(crate) struct BusMastering {
     was_enabled: bool,
     attachments: u64,
     stale: u64,
+    unconfirmed: u64,
     /// Incremented when all stale mappings are forgotten at once.
     epoch: u64,
 }
 
-/// A stale mapping, for [`BusMastering::confirm`].
+/// A stale or unconfirmed mapping, for [`BusMastering::confirm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Stale {
     epoch: u64,
+    translated: bool,
 }
 
 impl BusMastering {
@@ -35,6 +38,7 @@ impl BusMastering {
             was_enabled: false,
             attachments: 0,
             stale: 0,
+            unconfirmed: 0,
             epoch: (binding as u64) << 32,
         }
     }
@@ -56,14 +60,14 @@ impl BusMastering {
         self.stale > 0
     }
 
-    /// Adds an attachment. `enabled` is the present setting. `quiesced` says that the function uses no stale mapping any
-    /// more. Returns false, and changes nothing, if stale mappings forbid the attachment.
+    /// Adds an attachment. `enabled` is the present setting. `quiesced` says that the function uses no stale or unconfirmed
+    /// mapping any more. Returns false, and changes nothing, if such mappings forbid the attachment.
     #[must_use]
     pub(crate) fn attach(&mut self, enabled: bool, quiesced: bool) -> bool {
         if quiesced {
             self.forget_stale();
         }
-        if self.is_stopped() {
+        if self.is_stopped() || self.unconfirmed > 0 {
             return false;
         }
         if self.attachments == 0 {
@@ -73,26 +77,39 @@ impl BusMastering {
         true
     }
 
-    /// A mapping of an attachment ended, and nobody has said that the function stopped using it.
-    pub(crate) fn add_stale(&mut self) -> Stale {
-        self.stale = self.stale.saturating_add(1);
-        Stale { epoch: self.epoch }
+    /// A mapping of an attachment ended, and nobody has said that the function stopped using it. `translated` says that an
+    /// IOMMU ended the access.
+    pub(crate) fn add_stale(&mut self, translated: bool) -> Stale {
+        let count = if translated { &mut self.unconfirmed } else { &mut self.stale };
+        *count = count.saturating_add(1);
+        Stale {
+            epoch: self.epoch,
+            translated,
+        }
     }
 
-    /// The function does not use a stale mapping any more. Returns the setting to apply, or `None` to keep the
-    /// setting. No effect if all stale mappings were forgotten meanwhile, or the mapping is of another binding.
+    /// The function does not use a stale or unconfirmed mapping any more. Returns the setting to apply, or `None` to keep
+    /// the setting. No effect if all such mappings were forgotten meanwhile, or the mapping is of another binding.
     #[must_use]
     pub(crate) fn confirm(&mut self, stale: Stale) -> Option<bool> {
-        if stale.epoch != self.epoch || self.stale == 0 {
+        if stale.epoch != self.epoch {
+            return None;
+        }
+        if stale.translated {
+            self.unconfirmed = self.unconfirmed.saturating_sub(1);
+            return None;
+        }
+        if self.stale == 0 {
             return None;
         }
         self.stale = self.stale.saturating_sub(1);
         self.rest()
     }
 
-    /// The function uses none of the stale mappings: it was reset, or its user says so.
+    /// The function uses none of the stale and unconfirmed mappings: it was reset, or its user says so.
     pub(crate) fn forget_stale(&mut self) {
         self.stale = 0;
+        self.unconfirmed = 0;
         self.epoch = self.epoch.wrapping_add(1);
     }
 
@@ -136,14 +153,14 @@ mod tests {
     fn stale_mapping_stops_function_until_confirmed() {
         let mut state = BusMastering::new(1);
         assert!(state.attach(false, false) && state.attach(true, false));
-        let stale = state.add_stale();
+        let stale = state.add_stale(false);
         assert!(state.is_stopped() && state.wanted() == Some(false));
         assert!(!state.attach(false, false));
         assert_eq!(state.confirm(stale), Some(true));
         assert_eq!(state.detach(), Some(true));
         assert!(state.attach(true, false));
         // Two at once: both have to be confirmed.
-        let (first, second) = (state.add_stale(), state.add_stale());
+        let (first, second) = (state.add_stale(false), state.add_stale(false));
         assert_eq!(state.confirm(first), Some(false));
         assert!(!state.attach(false, false));
         assert_eq!(state.confirm(second), Some(true));
@@ -153,7 +170,7 @@ mod tests {
     fn stale_mapping_outlives_its_attachment() {
         let mut state = BusMastering::new(1);
         assert!(state.attach(true, false));
-        let _ = state.add_stale();
+        let _ = state.add_stale(false);
         assert_eq!(state.detach(), Some(false));
         assert!(!state.attach(false, false));
         // The next user says that the function has stopped.
@@ -166,7 +183,7 @@ mod tests {
     fn late_confirmation_restores_setting() {
         let mut state = BusMastering::new(1);
         assert!(state.attach(true, false));
-        let stale = state.add_stale();
+        let stale = state.add_stale(false);
         assert_eq!(state.detach(), Some(false));
         assert_eq!(state.confirm(stale), Some(true));
         // Twice is once.
@@ -174,12 +191,27 @@ mod tests {
     }
 
     #[test]
+    fn unconfirmed_mapping_forbids_attachments_but_not_dma() {
+        let mut state = BusMastering::new(1);
+        assert!(state.attach(false, false));
+        let ended = state.add_stale(true);
+        assert!(!state.is_stopped() && state.wanted() == Some(true));
+        // A new attachment could get the I/O address of the mapping that ended.
+        assert!(!state.attach(true, false));
+        assert_eq!(state.confirm(ended), None);
+        assert!(state.attach(true, false));
+        let _ = state.add_stale(true);
+        assert!(state.attach(true, true), "the user says that the function has stopped");
+        assert_eq!(state.wanted(), Some(true));
+    }
+
+    #[test]
     fn forgotten_mapping_confirms_no_later_one() {
         let mut state = BusMastering::new(1);
         assert!(state.attach(false, false));
-        let old = state.add_stale();
+        let old = state.add_stale(false);
         state.forget_stale();
-        let new = state.add_stale();
+        let new = state.add_stale(false);
         assert_eq!(state.confirm(old), None);
         assert!(state.is_stopped());
         assert_eq!(state.confirm(new), Some(true));
@@ -187,7 +219,7 @@ mod tests {
         // Nor does a mapping of another binding.
         let mut next = BusMastering::new(2);
         assert!(next.attach(false, false));
-        let _ = next.add_stale();
+        let _ = next.add_stale(false);
         assert_eq!(next.confirm(new), None);
         assert!(next.is_stopped());
     }

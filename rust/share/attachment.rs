@@ -129,15 +129,17 @@ impl Mapping {
     }
 
     /// The mapping is about to end, with the reservation locked. `confirmed` says that the function does not use the
-    /// addresses any more. Otherwise, and if no IOMMU ends the access, takes bus mastering from the function. Returns
-    /// whether this stopped the function.
+    /// addresses any more. Otherwise, nobody can attach the function until somebody confirms this, and if no IOMMU ends the
+    /// access, takes bus mastering from the function. Returns whether this stopped the function.
     fn ending(&self, device: &DmaUse, phase: Phase, confirmed: bool) -> bool {
         let mut state = self.state.lock();
         state.phase = phase;
         let ranges = core::mem::replace(&mut state.ranges, KVVec::new());
         let mut stopped = false;
-        if !confirmed && !state.translated {
-            let (stale, first) = device.stop();
+        // An administrator can make translations lazy at any time.
+        state.translated = state.translated && ranges.first().is_some_and(|range| device.translates(range.offset));
+        if !confirmed {
+            let (stale, first) = device.end_unconfirmed(state.translated);
             state.stale = Some(stale);
             stopped = first;
         }
@@ -287,8 +289,14 @@ impl Attachment {
         };
         match attached {
             Ok(attachment) => {
+                let stopped = attachment.device().is_stopped();
                 import.attachment = Some(attachment);
                 drop(import);
+                // Another mapping of the function may have become stale before this one was live, and its event did not reach
+                // this attachment.
+                if stopped {
+                    this.function_stopped();
+                }
                 Ok(this)
             }
             Err(refusal) => {
@@ -408,9 +416,14 @@ impl Attachment {
 
     /// Returns a copy of at most `most` ranges, and the number of all ranges. Errors: `ENOMEM`.
     pub(crate) fn ranges(&self, most: usize) -> Result<(KVVec<Range>, usize)> {
-        let mut copy = KVVec::new();
+        // No allocation with `state` locked: the exporter's callback takes it, and exporters call during memory reclaim. There
+        // are never more ranges later.
+        let count = self.mapping.state.lock().ranges.len().min(most);
+        let mut copy = KVVec::with_capacity(count, GFP_KERNEL_ACCOUNT)?;
         let state = self.mapping.state.lock();
-        copy.extend_from_slice(state.ranges.get(..most).unwrap_or(&state.ranges), GFP_KERNEL_ACCOUNT)?;
+        for range in state.ranges.iter().take(count) {
+            copy.push_within_capacity(*range).map_err(|_| ENOMEM)?;
+        }
         Ok((copy, state.ranges.len()))
     }
 }

@@ -7,8 +7,10 @@
 #include <linux/device.h>
 #include <linux/dma-buf.h>
 #include <linux/dma-buf-mapping.h>
+#include <linux/dma-map-ops.h>
 #include <linux/dma-mapping.h>
 #include <linux/err.h>
+#include <linux/iommu-dma.h>
 #include <linux/iommu.h>
 #include <linux/module.h>
 #include <linux/pci.h>
@@ -152,6 +154,9 @@ bool p2pmem_dma_is_translated(struct device *dev, u64 address)
  */
 bool p2pmem_dma_is_bounced(struct device *dev, u64 address)
 {
+	/* dma_need_sync() is true for all devices behind an IOMMU if DMA debugging is configured. */
+	if (use_dma_iommu(dev))
+		return !dev_is_dma_coherent(dev) || (dev_is_pci(dev) && to_pci_dev(dev)->untrusted);
 	return dma_need_sync(dev, address);
 }
 

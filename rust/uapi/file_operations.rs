@@ -91,10 +91,16 @@ impl chrdev::Operations for File {
     }
 
     fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
-        let mut polled = this.events.polled.lock();
-        if polled.is_none() {
-            *polled = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
+        if this.events.polled.lock().is_none() {
+            // Not with `polled` locked: events of attachments take it, and exporters cause them during memory reclaim.
+            let mut new = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
+            let mut polled = this.events.polled.lock();
+            if polled.is_none() {
+                *polled = new.take();
+            }
+            drop(polled);
         }
+        let polled = this.events.polled.lock();
         let Some(waiting) = &*polled else {
             // Without memory for the wait queue, poll reports the file as readable, and a read returns the state.
             return READABLE;

@@ -559,12 +559,16 @@ enum p2pmem_attachment_state {
  * ends and the caller did not detach: the exporter revoked, the file was closed, or the provider was removed. Bus
  * mastering stays disabled until each such handle was closed with &P2PMEM_IOC_DETACH_DMABUF, which confirms that the
  * function no longer uses the addresses; if the file was closed, until an attach with %P2PMEM_ATTACH_QUIESCED, or until
- * the function was reset. Other attachments of the function are %P2PMEM_ATTACHMENT_STOPPED meanwhile.
+ * the function was reset. Other attachments of the function are %P2PMEM_ATTACHMENT_STOPPED meanwhile. A QUIESCED attach
+ * confirms all ends of mappings of the function, also if it fails later.
+ *
+ * If an IOMMU ends the access, other attachments stay usable. The function can be attached again only after the same
+ * confirmations, because a new mapping could get the address of the one that ended.
  *
  * Errors: -EINVAL (a bad field, the descriptor is no dma-buf, or a dma-buf of the function's own memory), -EBADF (no such
  * descriptor), -ENOENT (no such provider), -EPERM (the caller may not attach the function), -EOPNOTSUPP (the function is
  * bound to another driver, the exporter does not support such an importer, or the DMA would go through a bounce buffer),
- * -EBUSY (bus mastering is disabled, see above), -ENODEV (the provider is being removed, or the exporter has taken the
+ * -EBUSY (the end of a mapping is not confirmed, see above), -ENODEV (the provider is being removed, or the exporter has taken the
  * memory back), -EHOSTUNREACH or -EACCES (a dma-buf of p2pmem that the function cannot reach, or that rules deny),
  * -E2BIG (more than %P2PMEM_MAX_DMA_RANGES ranges), -EMFILE (this file has 65,536 handles, or has used up all numbers),
  * -EINTR, -ENOMEM, and those of the exporter.

@@ -155,6 +155,22 @@ pub fn store_fence() {
     fence(Ordering::SeqCst);
 }
 
+/// Waits until earlier loads of this thread have their values before later loads start, including loads from memory that is
+/// mapped write-combining, which ordinary fences do not order.
+pub fn load_fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: lfence is part of SSE2, which every x86-64 processor has.
+    unsafe {
+        core::arch::x86_64::_mm_lfence();
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: a barrier for the outer shareable domain, to which devices belong, has no other effect.
+    unsafe {
+        core::arch::asm!("dmb oshld", options(nostack, preserves_flags));
+    }
+    fence(Ordering::SeqCst);
+}
+
 #[cfg(test)]
 mod tests {
     extern crate std;

@@ -246,7 +246,7 @@ impl Endpoint {
     }
 
     /// Exports the doorbell page as a dma-buf, by which another device can ring. An importer can make the NIC read
-    /// the send queue at any time, and do nothing else.
+    /// the send queue at any time, and arm completion queues of this page.
     ///
     /// # Errors
     ///

@@ -28,6 +28,7 @@ pub enum Method {
 }
 
 /// A program that was submitted, for error messages.
+#[derive(Clone)]
 struct Submitted {
     operations: Vec<Operation>,
     /// Index of the operation of the program for each operation of the GPU.
@@ -84,7 +85,9 @@ impl GpuExecutor {
         let mut capabilities = Capabilities::all();
         match method {
             Method::StreamOperations => {
-                capabilities.set(Capabilities::STORE_QWORD, gpu.supports_64_bit_stores().map_err(cuda)?);
+                // A block consists of such stores.
+                let stores = Capabilities::STORE_QWORD | Capabilities::COPY_BLOCK;
+                capabilities.set(stores, gpu.supports_64_bit_stores().map_err(cuda)?);
                 capabilities.set(Capabilities::POLL_NOR, gpu.supports_nor().map_err(cuda)?);
             }
             Method::Kernel if !gpu.supports_kernels().map_err(cuda)? => capabilities = Capabilities::empty(),
@@ -185,7 +188,11 @@ impl GpuExecutor {
     /// executed. [`Error::Executor`] if an operation or a kernel of the stream failed.
     pub fn finish(&mut self, limit: Duration) -> Result<()> {
         let result = self.stream.finish(limit);
-        let submitted = std::mem::take(&mut self.submitted);
+        let submitted = match &result {
+            // A later call can wait again.
+            Err(StreamError::Stuck { .. }) => self.submitted.clone(),
+            _ => std::mem::take(&mut self.submitted),
+        };
         let failure = |at: Option<(&Submitted, usize)>, why: ExecutionFailure| {
             let operation = at.and_then(|(submitted, index)| {
                 let index = *submitted.indices.get(index)?;

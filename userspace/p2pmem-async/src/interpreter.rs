@@ -5,6 +5,8 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use p2pmem_access_sys as access;
+
 use crate::bytecode::{Operation, Program};
 use crate::error::{Error, ExecutionFailure, Result};
 use crate::region::{Region, RegionId, Target};
@@ -69,15 +71,14 @@ impl Interpreter {
                 why,
             })?;
         }
+        // The last stores do not stay in a write-combining buffer.
+        access::store_fence();
         Ok(())
     }
 
     fn step(&self, operation: &Operation, start: Instant) -> std::result::Result<(), ExecutionFailure> {
         let Some(target) = operation.target() else {
-            // A fence of one memory orders the stores of this thread to all memories.
-            if let Some(region) = self.regions.values().next() {
-                region.fence();
-            }
+            access::store_fence();
             return Ok(());
         };
         let (region, at) = self.place(target, operation.size())?;
@@ -88,6 +89,8 @@ impl Interpreter {
             _ => loop {
                 let last = region.load_dword(at);
                 if operation.holds(last) {
+                    // What was written before the word is visible to later loads.
+                    access::load_fence();
                     break;
                 }
                 if start.elapsed() >= self.limit {

@@ -15,7 +15,8 @@ use crate::sys::uverbs::{HostRegistration, Place};
 use crate::sys::{HostMemory, PAGE};
 use crate::wqe::{Remote, Segment};
 
-/// A mapped buffer of p2pmem. If its provider is removed, accesses raise SIGBUS; queues prevent the removal.
+/// A mapped buffer of p2pmem. If its provider is removed, accesses raise SIGBUS. Queues in the memory delay the removal,
+/// because the kernel pins them; payload does not.
 struct PeerMemory {
     mapping: Mapping,
 }

@@ -7,8 +7,9 @@ use crate::error::{Error, Result};
 
 /// Bytes of a basic block (WQEBB): send WQEs are multiples of this (`MLX5_SEND_WQE_BB`).
 pub const BLOCK: usize = 64;
-/// Largest number of bytes of a send WQE (`MLX5_SEND_WQE_MAX_SIZE`).
-pub const MAX_BYTES: usize = 1024;
+/// Largest number of bytes of a send WQE. `MLX5_SEND_WQE_MAX_SIZE` is 1024, but the length, in units of 16 bytes, has 6 bits
+/// (`MLX5_WQE_CTRL_DS_MASK`).
+pub const MAX_BYTES: usize = 63 * UNIT;
 /// Bytes of a receive WQE: four data segments.
 pub const RECEIVE_STRIDE: usize = 64;
 /// Largest number of data segments of a receive WQE.
@@ -226,6 +227,9 @@ impl SendRequest {
                 ));
             }
             Payload::Memory(segments) => {
+                if let Some(why) = too_long(segments) {
+                    return Some(why);
+                }
                 let total: u64 = segments.iter().map(|segment| u64::from(segment.bytes)).sum();
                 if total > MAX_MESSAGE {
                     return Some(format!(
@@ -299,7 +303,7 @@ impl SendRequest {
                 bytes.len()
             )));
         }
-        // Not truncated: at most 64 units.
+        // Not truncated: at most 63 units.
         let units = (bytes.len() / UNIT) as u32;
         let first = (u32::from(index) << 8) | u32::from(self.operation.opcode());
         let immediate = match self.operation {
@@ -327,8 +331,18 @@ fn remote_segment(bytes: &mut Vec<u8>, remote: Remote) {
     bytes.extend_from_slice(&[0; 4]);
 }
 
+/// Returns why a list of segments is invalid; `None` if it is valid.
+fn too_long(segments: &[Segment]) -> Option<String> {
+    let long = segments.iter().find(|segment| u64::from(segment.bytes) > MAX_MESSAGE)?;
+    Some(format!(
+        "a segment of {} bytes: at most {MAX_MESSAGE} are possible",
+        long.bytes
+    ))
+}
+
+/// Appends a `struct mlx5_wqe_data_seg`. The highest bit of the byte count would mean inline data; 0 means 2 GiB.
 fn data_segment(bytes: &mut Vec<u8>, segment: Segment) {
-    bytes.extend_from_slice(&segment.bytes.to_be_bytes());
+    bytes.extend_from_slice(&(segment.bytes & !INLINE).to_be_bytes());
     bytes.extend_from_slice(&segment.lkey.to_be_bytes());
     bytes.extend_from_slice(&segment.address.to_be_bytes());
 }
@@ -395,8 +409,11 @@ impl ReceiveRequest {
     ///
     /// # Errors
     ///
-    /// [`Error::Request`] for more than [`RECEIVE_SEGMENTS`] segments.
+    /// [`Error::Request`] for more than [`RECEIVE_SEGMENTS`] segments, or a segment of more than 2 GiB.
     pub fn encode(&self) -> Result<[u8; RECEIVE_STRIDE]> {
+        if let Some(why) = too_long(&self.segments) {
+            return Err(Error::Request { id: self.id, why });
+        }
         let mut bytes = Vec::with_capacity(RECEIVE_STRIDE);
         for segment in self.segments.iter().filter(|segment| segment.bytes > 0) {
             data_segment(&mut bytes, *segment);

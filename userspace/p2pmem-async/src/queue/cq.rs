@@ -15,6 +15,8 @@ use std::fmt;
 use std::sync::atomic::{self, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use p2pmem_access_sys as access;
+
 use crate::bytecode::{Operation, Peer, Program};
 use crate::cqe::{self, Direction, Failure, Source};
 use crate::error::{Error, Result};
@@ -323,6 +325,7 @@ impl AsyncCq {
             }
             state.consumed = state.consumed.wrapping_add(1);
         }
+        state.advance();
         state.publish(shared);
         match error {
             Some(what) => Err(Error::Unexpected { cqn: shared.cqn, what }),
@@ -363,11 +366,12 @@ impl AsyncCq {
         self.lock().queues.insert(qpn, queues);
     }
 
-    /// Removes the queues of a queue pair that the NIC does not have any more. `reserved` of its work requests have not
-    /// completed. Its completions that are in the queue already will be skipped.
-    pub(super) fn detach(&self, qpn: u32, reserved: u32) {
+    /// Removes the queues of a queue pair that the NIC does not have any more. `reserved` counts its work requests that have
+    /// not completed, with the completion queue locked. Its completions that are in the queue already will be skipped.
+    pub(super) fn detach(&self, qpn: u32, reserved: impl FnOnce() -> u32) {
         let shared = &*self.shared;
         let mut state = self.lock();
+        let reserved = reserved();
         state.queues.remove(&qpn);
         let (mut until, mut written) = (state.consumed, 0);
         for _ in 0..shared.size {
@@ -420,8 +424,8 @@ impl Shared {
         if !cqe::is_written(self.entries.load_dword(at + cqe::STATE_DWORD), self.owner(index)) {
             return None;
         }
-        // The word above is read before the rest.
-        atomic::fence(Ordering::Acquire);
+        // The word above is read before the rest, also from memory that is mapped write-combining.
+        access::load_fence();
         let mut entry = [0; cqe::BYTES];
         self.entries.read(at, &mut entry);
         Some(entry)
@@ -436,8 +440,6 @@ impl State {
         let index = self.consumed;
         if self.dropped.iter().any(|dropped| dropped.covers(cqe.qpn, index)) {
             self.reserved = self.reserved.saturating_sub(1);
-            self.dropped
-                .retain(|dropped| is_after(dropped.until, index.wrapping_add(1)));
             return Ok(None);
         }
         let queues = self.queues.get(&cqe.qpn).and_then(Weak::upgrade);
@@ -460,6 +462,15 @@ impl State {
         }))
     }
 
+    /// Forgets what lies before the consumed completions. Comparisons of indices hold for 2^31 completions only.
+    fn advance(&mut self) {
+        let consumed = self.consumed;
+        if !is_after(self.peeked, consumed) {
+            self.peeked = consumed;
+        }
+        self.dropped.retain(|dropped| is_after(dropped.until, consumed));
+    }
+
     /// Frees peeks that have ended, and writes the consumer index to the doorbell record: up to the first entry that a
     /// peek still has to see.
     fn publish(&mut self, shared: &Shared) {
@@ -480,6 +491,7 @@ impl State {
             self.published = index;
             // Big-endian in memory.
             shared.record.store_dword(0, (index & INDEX).swap_bytes());
+            shared.record.fence();
         }
     }
 }

@@ -302,6 +302,9 @@ impl AsyncQp {
         let Some(last) = send.posted.back().filter(|_| uncommitted) else {
             return Ok(program);
         };
+        // A NIC that works on an earlier doorbell may read the record at any time, so what the peer stored before, such as the
+        // payload, becomes visible first.
+        program.push(Operation::Fence)?;
         program.push(Operation::StoreDword {
             target: shared.record.target(SEND_WORD as u64),
             // Big-endian in memory.
@@ -312,7 +315,7 @@ impl AsyncQp {
             target: shared.doorbell.target(DOORBELL_OFFSET),
             value: last.doorbell,
         })?;
-        let why = "the doorbell record, a fence, and one store of 8 bytes to the doorbell submit work requests; the NIC ignores two stores of 4 bytes";
+        let why = "fences, the doorbell record, and one store of 8 bytes to the doorbell submit work requests; the NIC ignores two stores of 4 bytes";
         self.peer.check(&program, why)?;
         // The work requests are in memory before a peer can submit them.
         shared.queue.fence();
@@ -343,13 +346,15 @@ impl AsyncQp {
 
 impl Drop for AsyncQp {
     fn drop(&mut self) {
-        let (sends, receives) = self.outstanding();
-        let (sends, receives) = (sends.len() as u32, receives.len() as u32);
+        let shared = &*self.shared;
+        // Lock order: the completion queue, then the work queues, as in poll_cq().
+        let sends = || lock(&shared.send).posted.len() as u32;
+        let receives = || lock(&shared.receive).posted.len() as u32;
         if self.send_cq.is(&self.receive_cq) {
-            self.send_cq.detach(self.shared.qpn, sends + receives);
+            self.send_cq.detach(shared.qpn, || sends() + receives());
         } else {
-            self.send_cq.detach(self.shared.qpn, sends);
-            self.receive_cq.detach(self.shared.qpn, receives);
+            self.send_cq.detach(shared.qpn, sends);
+            self.receive_cq.detach(shared.qpn, receives);
         }
     }
 }

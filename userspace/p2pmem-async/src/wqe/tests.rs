@@ -49,8 +49,6 @@ fn decode_address(bytes: &[u8]) -> AddressVector {
 fn decode(wqe: &[u8], transport: Transport) -> Decoded {
     let (first, second) = (be32(wqe), be32(&wqe[4..]));
     let len = (second & 0x3f) as usize * UNIT;
-    // 64 units do not fit 6 bits: the field is 0.
-    let len = if len == 0 { MAX_BYTES } else { len };
     assert_eq!(len.next_multiple_of(BLOCK), wqe.len());
     let immediate = be32(&wqe[12..]);
     let mut at = UNIT;
@@ -426,5 +424,36 @@ fn invalid_requests_are_refused_with_reason() {
             error.starts_with("work request 0x9 is invalid") && error.contains(why),
             "{error}"
         );
+    }
+}
+
+#[test]
+fn a_work_request_has_at_most_63_units() {
+    // The length has 6 bits. Control segment of 16 bytes, inline header of 4 bytes.
+    let inline = |bytes| SendRequest::new(1, SendOperation::Send, Payload::Inline(vec![7; bytes]));
+    let wqe = inline(988).encode(Transport::Rc, 5, 0).unwrap();
+    assert_eq!(be32(&wqe.bytes()[4..]) & 0x3f, 63);
+    let error = inline(989).encode(Transport::Rc, 5, 0).unwrap_err().to_string();
+    assert!(error.contains("at most 1008"), "{error}");
+}
+
+#[test]
+fn a_segment_of_2_gib_is_no_inline_data() {
+    let segment = |bytes| Segment {
+        address: 0x1000,
+        bytes,
+        lkey: 3,
+    };
+    let send = |bytes| SendRequest::new(1, SendOperation::Send, Payload::Memory(vec![segment(bytes)]));
+    let receive = |bytes| ReceiveRequest {
+        id: 1,
+        segments: vec![segment(bytes)],
+    };
+    let wqe = send(1 << 31).encode(Transport::Rc, 5, 0).unwrap();
+    assert_eq!(be32(&wqe.bytes()[16..]), 0, "0 means 2 GiB");
+    assert_eq!(be32(&receive(1 << 31).encode().unwrap()), 0);
+    for bytes in [(1 << 31) + 1, u32::MAX] {
+        assert!(send(bytes).encode(Transport::Rc, 5, 0).is_err());
+        assert!(receive(bytes).encode().is_err());
     }
 }
