@@ -933,7 +933,9 @@ fn doctor_of_a_pair_says_what_is_missing() {
     machine.fake = Fake::new().provider("0000:03:00.0".parse().unwrap(), 64 << 20);
     for device in ["1", "03:00.0"] {
         let (code, out, err) = machine.run_all(&["doctor", "--pair", "mlx5_0", device]);
-        let failed = out.lines().any(|line| line.starts_with("FAIL") && line.contains(" pair-registration "));
+        let failed = out
+            .lines()
+            .any(|line| line.starts_with("FAIL") && line.contains(" pair-registration "));
         assert!(code == 1 && failed && err.is_empty(), "{out}{err}");
     }
     let (code, _, err) = machine.run_all(&["doctor", "--pair", "mlx5_0", "7"]);

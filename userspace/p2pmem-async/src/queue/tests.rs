@@ -393,7 +393,7 @@ fn a_peer_that_cannot_execute_the_byte_code_is_refused_without_a_change() {
     for (peer, words) in [
         (weak(Capabilities::STORE_QWORD, 99), "STORE_QWORD"),
         (weak(Capabilities::FENCE, 99), "FENCE"),
-        (weak(Capabilities::empty(), 2), "a program of 3 operations"),
+        (weak(Capabilities::empty(), 3), "a program of 4 operations"),
     ] {
         let nic = Nic::new(8, 1, 8, peer);
         nic.qp().post_send(&send(1, 1)).unwrap();
