@@ -201,7 +201,8 @@ mod tests {
         assert_eq!(state.confirm(ended), None);
         assert!(state.attach(true, false));
         let _ = state.add_stale(true);
-        assert!(state.attach(true, true), "the user says that the function has stopped");
+        // The user says that the function has stopped.
+        assert!(state.attach(true, true));
         assert_eq!(state.wanted(), Some(true));
     }
 
