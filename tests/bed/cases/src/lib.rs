@@ -158,6 +158,10 @@ const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no 
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
     (
+        "doctor-removed",
+        Kernels::Stock("the test stops doctor while it has a dma-buf; the debug kernel's RDMA core takes mappings instead"),
+    ),
+    (
         "rdma-software",
         Kernels::Stock(
             "an RDMA core with the peer-memory interface also registers buffers with software NICs (case peer-software)",
