@@ -80,7 +80,11 @@ impl BusMastering {
     /// A mapping of an attachment ended, and nobody has said that the function stopped using it. `translated` says that an
     /// IOMMU ended the access.
     pub(crate) fn add_stale(&mut self, translated: bool) -> Stale {
-        let count = if translated { &mut self.unconfirmed } else { &mut self.stale };
+        let count = if translated {
+            &mut self.unconfirmed
+        } else {
+            &mut self.stale
+        };
         *count = count.saturating_add(1);
         Stale {
             epoch: self.epoch,

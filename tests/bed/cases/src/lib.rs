@@ -159,7 +159,9 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
     (
         "doctor-removed",
-        Kernels::Stock("the test stops doctor while it has a dma-buf; the debug kernel's RDMA core takes mappings instead"),
+        Kernels::Stock(
+            "the test stops doctor while it has a dma-buf; the debug kernel's RDMA core takes mappings instead",
+        ),
     ),
     (
         "rdma-software",

@@ -78,7 +78,11 @@ fn a_poll_without_a_message_ends_with_its_operation_and_nothing_after_it_is_exec
         "the computation after the poll was executed"
     );
     let [record, doorbell] = a.qp.regions();
-    assert_eq!((record.load_dword(4), doorbell.load_dword(0x800)), (0, 0), "the commit after the poll was executed");
+    assert_eq!(
+        (record.load_dword(4), doorbell.load_dword(0x800)),
+        (0, 0),
+        "the commit after the poll was executed"
+    );
     // The peek can be taken back, and everything can be released.
     assert!(a.qp.receive_cq().abort_peek_cq(peek.id));
 }
