@@ -568,10 +568,10 @@ enum p2pmem_attachment_state {
  * Errors: -EINVAL (a bad field, the descriptor is no dma-buf, or a dma-buf of the function's own memory), -EBADF (no such
  * descriptor), -ENOENT (no such provider), -EPERM (the caller may not attach the function), -EOPNOTSUPP (the function is
  * bound to another driver, the exporter does not support such an importer, or the DMA would go through a bounce buffer),
- * -EBUSY (the end of a mapping is not confirmed, see above), -ENODEV (the provider is being removed, or the exporter has taken the
- * memory back), -EHOSTUNREACH or -EACCES (a dma-buf of p2pmem that the function cannot reach, or that rules deny),
- * -E2BIG (more than %P2PMEM_MAX_DMA_RANGES ranges), -EMFILE (this file has 65,536 handles, or has used up all numbers),
- * -EINTR, -ENOMEM, and those of the exporter.
+ * -EBUSY (the end of a mapping is not confirmed, see above), -ENODEV (the provider is being removed, or the exporter has
+ * taken the memory back), -EHOSTUNREACH or -EACCES (a dma-buf of p2pmem that the function cannot reach, or that rules
+ * deny), -E2BIG (more than %P2PMEM_MAX_DMA_RANGES ranges), -EMFILE (this file has 65,536 handles, or has used up all
+ * numbers), -EINTR, -ENOMEM, and those of the exporter.
  */
 struct p2pmem_attach {
 	__s32 fd;
