@@ -3,7 +3,7 @@
 //! DMA of a device that is bound to the p2pmem driver: its bus mastering, and the uses for which the device stays bound.
 //!
 //! Context: process context, may sleep. The one lock is the mutex `BusMaster::inner`, a leaf. It may be taken with a
-//! dma-buf's reservation locked, and is held while bus mastering changes: up to 1.5 s.
+//! dma-buf's reservation locked, and is held while bus mastering changes: up to 0.7 s.
 //!
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
@@ -87,7 +87,7 @@ impl BusMaster {
     /// Enables or disables bus mastering. Called with `inner` locked.
     ///
     /// When this has disabled bus mastering, the device's posted writes have left the device, and its reads have completed
-    /// or a second has passed.
+    /// or 0.7 s have passed.
     fn set(&self, enable: bool) {
         let pdev = self.function.as_raw();
         // SAFETY: `function` keeps the device valid, and with it the bus whose configuration space the calls access. The

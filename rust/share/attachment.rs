@@ -130,7 +130,7 @@ impl Mapping {
 
     /// The mapping is about to end, with the reservation locked. `confirmed` says that the function does not use the
     /// addresses any more. Otherwise, nobody can attach the function until somebody confirms this, and if no IOMMU ends the
-    /// access, takes bus mastering from the function. Returns whether this stopped the function.
+    /// access, this takes bus mastering from the function. Returns whether this stopped the function.
     fn ending(&self, device: &DmaUse, phase: Phase, confirmed: bool) -> bool {
         let mut state = self.state.lock();
         state.phase = phase;

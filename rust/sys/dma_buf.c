@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * The C side of the dma-buf exporter (rust/ext/dma_buf.rs) and importer (rust/ext/dma_attachment.rs): DMA mappings of BAR
- * memory in several pieces, properties of DMA mappings, and the names of devices. Process context; mapping and unmapping require the dma-buf's reservation lock.
+ * memory in several pieces, properties of DMA mappings, and the names of devices. Process context; mapping and unmapping
+ * require the dma-buf's reservation lock.
  */
 
 #include <linux/device.h>

@@ -521,8 +521,8 @@ void p2pmem_pci_start_dma(struct pci_dev *pdev)
 
 /*
  * Disables a function's bus mastering. On return, the function's posted writes have left its link, and its reads have
- * completed, or the function did not report their end within a second and a half. Sleeps. The caller serialises changes
- * of a function's bus mastering.
+ * completed, or the function did not report their end within the 0.7 s of pci_wait_for_pending_transaction(). Sleeps. The
+ * caller serialises changes of a function's bus mastering.
  */
 void p2pmem_pci_stop_dma(struct pci_dev *pdev)
 {

@@ -2,8 +2,8 @@
 
 //! The events of an open file: their queue, and who waits for them.
 //!
-//! Context: process context, may sleep. [`Events`] has a mutex for each of its parts; neither is held while another lock is
-//! taken, and both may be taken with a dma-buf's reservation locked.
+//! Context: process context, may sleep. [`Events`] has a mutex for each of its parts. While one is held, no lock is taken but
+//! that of the wait queue, and no memory is allocated. Both may be taken with a dma-buf's reservation locked.
 //!
 //! C header: `include/uapi/linux/p2pmem.h` (`struct p2pmem_event`)
 

@@ -60,7 +60,7 @@ impl AttachOptions {
     }
 
     /// Confirms that the function uses no address of an attachment that has ended. The module then lets the function do
-    /// DMA again. Needed after a process ended without dropping its attachments, if no IOMMU protects the memory.
+    /// DMA and be attached again. Needed after a process ended without dropping its attachments.
     pub fn quiesced(mut self, quiesced: bool) -> Self {
         self.quiesced = quiesced;
         self
