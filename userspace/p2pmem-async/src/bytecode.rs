@@ -7,7 +7,7 @@
 
 use std::fmt::{self, Write as _};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ExecutionFailure, Result};
 use crate::region::{Region, Target};
 
 /// Largest number of bytes of a [`Operation::CopyBlock`]: the largest work request.
@@ -131,17 +131,13 @@ impl Operation {
         }
     }
 
-    /// Returns whether the operation waits.
-    pub fn is_poll(&self) -> bool {
-        matches!(self, Self::PollAnd { .. } | Self::PollNor { .. } | Self::PollGeq { .. })
-    }
-
     /// Returns whether a poll has come true for a value in memory. Operations that do not poll are always true.
     pub fn holds(&self, memory: u32) -> bool {
         match *self {
             Self::PollAnd { value, .. } => memory & value != 0,
             Self::PollNor { value, .. } => !(memory | value) != 0,
-            Self::PollGeq { value, .. } => memory.wrapping_sub(value).cast_signed_compat() >= 0,
+            // The sign bit of the difference.
+            Self::PollGeq { value, .. } => memory.wrapping_sub(value) >> 31 == 0,
             _ => true,
         }
     }
@@ -172,17 +168,6 @@ impl Operation {
             Self::PollNor { value: u32::MAX, .. } => Some("a poll for no bit never ends".into()),
             _ => None,
         }
-    }
-}
-
-/// `u32::cast_signed`, which Rust has since 1.87.
-trait CastSigned {
-    fn cast_signed_compat(self) -> i32;
-}
-
-impl CastSigned for u32 {
-    fn cast_signed_compat(self) -> i32 {
-        i32::from_ne_bytes(self.to_ne_bytes())
     }
 }
 
@@ -333,6 +318,13 @@ impl Peer {
         }
         Ok(())
     }
+}
+
+/// Returns the offset of `size` bytes at a target in its region of `len` bytes.
+pub(crate) fn offset_in(target: Target, size: usize, len: usize) -> std::result::Result<usize, ExecutionFailure> {
+    let at = usize::try_from(target.offset).ok();
+    at.filter(|at| at.checked_add(size).is_some_and(|end| end <= len))
+        .ok_or(ExecutionFailure::Outside { len })
 }
 
 /// Waits until the counter in 4 bytes of memory reaches a value.

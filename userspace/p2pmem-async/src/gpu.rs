@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use p2pmem_cuda_sys::{Condition, Ended, Gpu, Operation as GpuOperation, Place, Stream, StreamError};
 
-use crate::bytecode::{Capabilities, Operation, Peer, Program};
+use crate::bytecode::{offset_in, Capabilities, Operation, Peer, Program};
 use crate::error::{Error, ExecutionFailure, Result};
 use crate::region::{Region, RegionId, Target};
 
@@ -101,6 +101,11 @@ impl GpuExecutor {
         self.places.insert(region.id(), (place, region.len()));
     }
 
+    /// Returns where a region is mapped.
+    pub fn mapped(&self, region: &Region) -> Option<&Place> {
+        self.places.get(&region.id()).map(|(place, _)| place)
+    }
+
     /// Returns the stream, for kernels that run between programs.
     pub fn stream(&mut self) -> &mut Stream {
         &mut self.stream
@@ -109,14 +114,9 @@ impl GpuExecutor {
     fn place(&self, target: Target, size: usize) -> std::result::Result<Place, ExecutionFailure> {
         let region = target.region;
         let (place, len) = self.places.get(&region).ok_or(ExecutionFailure::Unmapped { region })?;
-        let outside = ExecutionFailure::Outside { len: *len };
-        let offset = usize::try_from(target.offset).map_err(|_| outside.clone())?;
-        if offset.checked_add(size).is_none_or(|end| end > *len) {
-            return Err(outside);
-        }
         Ok(Place {
             memory: place.memory.clone(),
-            offset: place.offset + offset,
+            offset: place.offset + offset_in(target, size, *len)?,
         })
     }
 
@@ -198,8 +198,10 @@ impl GpuExecutor {
                 let index = *submitted.indices.get(index)?;
                 Some((index, submitted.operations[index].to_string()))
             });
-            let (index, operation) = operation.unwrap_or_else(|| (0, "unknown".into()));
-            Error::Execution { index, operation, why }
+            match operation {
+                Some((index, operation)) => Error::Execution { index, operation, why },
+                None => Error::Executor(format!("an operation {why}")),
+            }
         };
         match result {
             Ok(()) => Ok(()),
@@ -237,5 +239,6 @@ impl GpuExecutor {
     }
 }
 
-/// Operations of a program that an executor takes: those that the stream's memory for a kernel has space for.
+/// Operations of a program that an executor takes. A block counts as one, but takes an entry for each 8 bytes;
+/// [`GpuExecutor::submit`] refuses what the stream's memory has no space for.
 const MAX_OPERATIONS: usize = 1 << 16;

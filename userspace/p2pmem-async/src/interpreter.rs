@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use p2pmem_access_sys as access;
 
-use crate::bytecode::{Operation, Program};
+use crate::bytecode::{offset_in, Operation, Program};
 use crate::error::{Error, ExecutionFailure, Result};
 use crate::region::{Region, RegionId, Target};
 
@@ -109,12 +109,7 @@ impl Interpreter {
     fn place(&self, target: Target, size: usize) -> std::result::Result<(&Region, usize), ExecutionFailure> {
         let region = target.region;
         let region = self.regions.get(&region).ok_or(ExecutionFailure::Unmapped { region })?;
-        let outside = ExecutionFailure::Outside { len: region.len() };
-        let at = usize::try_from(target.offset).map_err(|_| outside.clone())?;
-        match at.checked_add(size) {
-            Some(end) if end <= region.len() => Ok((region, at)),
-            _ => Err(outside),
-        }
+        Ok((region, offset_in(target, size, region.len())?))
     }
 }
 

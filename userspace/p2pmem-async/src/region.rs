@@ -129,11 +129,6 @@ impl Region {
         self.len
     }
 
-    /// Returns the memory that the region is a part of.
-    pub fn memory(&self) -> &Arc<dyn Memory> {
-        &self.memory
-    }
-
     /// Returns the offset of the region in its memory.
     pub fn start(&self) -> usize {
         self.start

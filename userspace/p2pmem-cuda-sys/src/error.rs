@@ -16,13 +16,6 @@ pub struct CudaError {
     pub(crate) text: String,
 }
 
-impl CudaError {
-    /// The `CUresult` of the call.
-    pub fn code(&self) -> i32 {
-        self.code
-    }
-}
-
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}() failed: {} (CUDA error {})", self.call, self.text, self.code)

@@ -78,7 +78,9 @@ impl Operation {
             ..StreamOperation::default()
         };
         Ok(match self {
-            Self::Fence | Self::Copy(..) => None,
+            Self::Fence => None,
+            // The other form checks the ranges.
+            Self::Copy(..) => self.for_kernel().map(|_| None)?,
             Self::Store32(to, value) => Some(operation(kind::WRITE_VALUE_32, to.address(4, 4)?, u64::from(*value), 0)),
             Self::Store64(to, value) => Some(operation(kind::WRITE_VALUE_64, to.address(8, 8)?, *value, 0)),
             Self::Wait(at, condition, value) => {

@@ -232,9 +232,9 @@ impl Stream {
     /// An operation is out of range, in which case none was enqueued, or CUDA refuses the operations.
     pub fn enqueue(&mut self, operations: &[Operation]) -> Result<(), StreamError> {
         let convert = |(index, operation): (usize, &Operation)| {
-            // The checks of the other form cover copies.
-            let checked = operation.for_kernel().and_then(|_| operation.for_stream());
-            checked.map_err(|range| StreamError::Range { index, range })
+            operation
+                .for_stream()
+                .map_err(|range| StreamError::Range { index, range })
         };
         let converted: Vec<_> = operations.iter().enumerate().map(convert).collect::<Result<_, _>>()?;
         self.context.make_current()?;

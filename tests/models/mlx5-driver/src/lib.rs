@@ -20,8 +20,7 @@ use rustix::event::{EventfdFlags, eventfd};
 
 /// Bus address of the shared memory.
 pub const RAM: u64 = 0x1_0000_0000;
-/// Size of the shared memory in bytes.
-pub const RAM_SIZE: u64 = 64 << 20;
+const RAM_SIZE: u64 = 64 << 20;
 const TIMEOUT: Duration = Duration::from_secs(120);
 const PAGE: u64 = 4096;
 const QUEUE: u64 = RAM;

@@ -2,7 +2,6 @@
 
 //! Executors of byte code that run programs in order, and compute between them.
 
-use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -11,7 +10,7 @@ use anyhow::{Context, Result, anyhow};
 use p2pmem_async::bytecode::Program;
 use p2pmem_async::gpu::{GpuExecutor, Method};
 use p2pmem_async::interpreter::Interpreter;
-use p2pmem_async::region::{Region, RegionId};
+use p2pmem_async::region::Region;
 use p2pmem_cuda_sys::{Gpu, Memory, Place};
 
 use crate::node::Node;
@@ -120,7 +119,6 @@ impl Drop for Cpu {
 /// A stream of a GPU.
 pub struct OnGpu {
     executor: GpuExecutor,
-    places: HashMap<RegionId, Place>,
 }
 
 impl OnGpu {
@@ -133,16 +131,14 @@ impl OnGpu {
         let file = node.ram().0.fd().try_clone_to_owned()?;
         let memory = Memory::Host(gpu.map_host(file)?.into());
         let mut executor = GpuExecutor::new(gpu, method, limit)?;
-        let mut places = HashMap::new();
         for region in node.regions() {
             let place = Place {
                 memory: memory.clone(),
                 offset: region.start(),
             };
-            executor.map(region, place.clone());
-            places.insert(region.id(), place);
+            executor.map(region, place);
         }
-        Ok(Self { executor, places })
+        Ok(Self { executor })
     }
 }
 
@@ -152,8 +148,12 @@ impl Executor for OnGpu {
     }
 
     fn add(&mut self, region: &Region) -> Result<()> {
-        let place = self.places.get(&region.id()).context("the region is not mapped")?;
-        Ok(self.executor.stream().add(place, (region.len() / 4) as u32, 1)?)
+        let place = self
+            .executor
+            .mapped(region)
+            .context("the region is not mapped")?
+            .clone();
+        Ok(self.executor.stream().add(&place, (region.len() / 4) as u32, 1)?)
     }
 
     fn finish(&mut self, limit: Duration) -> Result<()> {

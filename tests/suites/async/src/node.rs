@@ -6,7 +6,6 @@
 //! register of the model. A page of the shared memory takes its place, and a thread of this module passes on what is
 //! written there ([`Doorbells`]).
 
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +17,7 @@ use p2pmem_async::queue::{AsyncCq, CQ_RECORD_BYTES};
 use p2pmem_async::queue::{AsyncQp, DOORBELL_OFFSET, QP_RECORD_BYTES, QpLayout, QpParts};
 use p2pmem_async::region::{Memory, Region, RegionKind};
 use p2pmem_async::wqe::{AddressVector, Segment, Transport};
-use p2pmem_ib::Fabric;
+use p2pmem_ib::{Fabric, Topology};
 use p2pmem_mlx5::layout::constants;
 use p2pmem_mlx5_driver::{Driver, ENTRIES, LOG_ENTRIES, Qp, RAM, Ring};
 use p2pmem_vfio_user::Memory as SharedMemory;
@@ -100,6 +99,24 @@ fn lock(driver: &Mutex<Driver>) -> MutexGuard<'_, Driver> {
 }
 
 impl Node {
+    /// Creates two connected NICs in a subnet of their own. See [`Node::new`].
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Node::new`], or the subnet is refused.
+    pub fn pair(transport: Transport, bytes: u32, peer: &Peer) -> Result<(Self, Self)> {
+        let topology = Topology {
+            switches: vec!["sw".to_owned()],
+            links: Vec::new(),
+        };
+        let subnet = Fabric::new(&topology, 1)?;
+        let node = |name, guid| Self::new(name, guid, &subnet, transport, bytes, peer);
+        let (a, b) = (node("a", 0x0002_c903_0000_1000)?, node("b", 0x0002_c903_0000_2000)?);
+        a.connect(&b);
+        b.connect(&a);
+        Ok((a, b))
+    }
+
     /// Creates a NIC in a subnet and a queue pair that `peer` drives. `bytes` is the size of the payload.
     ///
     /// # Errors
@@ -213,25 +230,25 @@ pub struct Doorbells {
 impl Doorbells {
     /// Starts the thread.
     pub fn new<'a>(nodes: impl IntoIterator<Item = &'a Node>) -> Self {
+        // The driver, the page, and what was written there last.
         let bells = nodes
             .into_iter()
-            .map(|node| (node.driver.clone(), node.doorbell.clone()));
-        let bells: Vec<_> = bells.collect();
+            .map(|node| (node.driver.clone(), node.doorbell.clone(), [0; 8]));
+        let mut bells: Vec<_> = bells.collect();
         let over = Arc::new(AtomicBool::new(false));
         let end = over.clone();
         let thread = std::thread::spawn(move || {
             let at = DOORBELL_OFFSET as usize;
-            let mut last: HashMap<usize, [u8; 8]> = HashMap::new();
             while !end.load(Ordering::Acquire) {
                 let mut idle = true;
-                for (n, (driver, doorbell)) in bells.iter().enumerate() {
+                for (driver, doorbell, last) in &mut bells {
                     let mut rung = [0; 8];
                     doorbell.read(at, &mut rung);
                     // Work requests have different indices, so no doorbell writes the value of the one before.
-                    if rung == [0; 8] || last.get(&n) == Some(&rung) {
+                    if rung == *last {
                         continue;
                     }
-                    last.insert(n, rung);
+                    *last = rung;
                     idle = false;
                     let mut driver = lock(driver);
                     let register = u64::from(driver.uar) * 4096 + DOORBELL_OFFSET;

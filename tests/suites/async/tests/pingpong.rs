@@ -9,27 +9,12 @@ use p2pmem_async::wqe::{Payload, SendOperation, SendRequest, Transport};
 use p2pmem_async_suite::executor::{Cpu, Executor};
 use p2pmem_async_suite::node::{Doorbells, Node};
 use p2pmem_async_suite::pingpong::{Side, run};
-use p2pmem_ib::{Fabric, Topology};
 
 /// Far beyond what a loaded machine needs.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Creates two connected nodes.
-fn nodes(transport: Transport, bytes: u32) -> (Node, Node) {
-    let topology = Topology {
-        switches: vec!["sw".to_owned()],
-        links: Vec::new(),
-    };
-    let subnet = Fabric::new(&topology, 1).unwrap();
-    let node = |name, guid| Node::new(name, guid, &subnet, transport, bytes, &Peer::cpu()).unwrap();
-    let (a, b) = (node("a", 0x0002_c903_0000_1000), node("b", 0x0002_c903_0000_2000));
-    a.connect(&b);
-    b.connect(&a);
-    (a, b)
-}
-
 fn ping_pong(transport: Transport, bytes: u32, iterations: u32, batch: u32) {
-    let (a, b) = nodes(transport, bytes);
+    let (a, b) = Node::pair(transport, bytes, &Peer::cpu()).unwrap();
     let (mut for_a, mut for_b) = (Cpu::new(&a, LIMIT), Cpu::new(&b, LIMIT));
     let _doorbells = Doorbells::new([&a, &b]);
     let mut a = Side {
@@ -61,7 +46,7 @@ fn large_messages() {
 
 #[test]
 fn a_poll_without_a_message_ends_with_its_operation_and_nothing_after_it_is_executed() {
-    let (a, b) = nodes(Transport::Rc, 128);
+    let (a, b) = Node::pair(Transport::Rc, 128, &Peer::cpu()).unwrap();
     let _doorbells = Doorbells::new([&a, &b]);
     let mut executor = Cpu::new(&a, Duration::from_millis(20));
     let peek = a.qp.receive_cq().peek_cq(1).unwrap();

@@ -337,8 +337,13 @@ impl AsyncCq {
     pub(super) fn reserve(&self) -> Result<()> {
         let shared = &*self.shared;
         let mut state = self.lock();
-        state.publish(shared);
-        let held = state.consumed.wrapping_sub(state.published);
+        let held = |state: &State| state.consumed.wrapping_sub(state.published);
+        if state.reserved + held(&state) >= shared.size {
+            // Peeks may have ended since the last publication. Not for each request: reading their words from an accelerator
+            // is slow.
+            state.publish(shared);
+        }
+        let held = held(&state);
         let outstanding = state.reserved + held;
         if outstanding >= shared.size {
             return Err(Error::CompletionQueueFull {

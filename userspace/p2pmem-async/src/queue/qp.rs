@@ -219,11 +219,6 @@ impl AsyncQp {
         &self.receive_cq
     }
 
-    /// Returns the peer.
-    pub fn peer(&self) -> &Peer {
-        &self.peer
-    }
-
     /// Returns the regions that byte code of this queue pair names: doorbell record and doorbell.
     pub fn regions(&self) -> [&Region; 2] {
         [&self.shared.record, &self.shared.doorbell]

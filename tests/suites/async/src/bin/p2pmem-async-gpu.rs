@@ -16,7 +16,6 @@ use p2pmem_async_suite::executor::{Cpu, Executor, OnGpu};
 use p2pmem_async_suite::node::{Doorbells, Node};
 use p2pmem_async_suite::pingpong::{Outcome, Side, run};
 use p2pmem_cuda_sys::{Cuda, Gpu};
-use p2pmem_ib::{Fabric, Topology};
 use serde::Serialize;
 
 /// Measures a GPU that drives NICs of this process.
@@ -127,15 +126,7 @@ fn measure(options: &Options, kind: Kind, transport: Transport, gpu: Option<&Gpu
         Some((gpu, method)) => GpuExecutor::peer(gpu, method)?,
         None => Peer::cpu(),
     };
-    let topology = Topology {
-        switches: vec!["sw".to_owned()],
-        links: Vec::new(),
-    };
-    let subnet = Fabric::new(&topology, 1)?;
-    let node = |name, guid| Node::new(name, guid, &subnet, transport, options.size, &peer);
-    let (a, b) = (node("a", 0x0002_c903_0000_1000)?, node("b", 0x0002_c903_0000_2000)?);
-    a.connect(&b);
-    b.connect(&a);
+    let (a, b) = Node::pair(transport, options.size, &peer)?;
     let executor = |node: &Node| -> Result<Box<dyn Executor>> {
         Ok(match on_gpu {
             Some((gpu, method)) => Box::new(OnGpu::new(node, gpu, method, limit)?),
