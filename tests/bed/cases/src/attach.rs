@@ -132,6 +132,13 @@ pub(super) fn listing() -> Result<String> {
     fs::read_to_string(path).context(path)
 }
 
+/// Fails if a function is attached.
+pub(super) fn none_attached() -> Result<()> {
+    let text = listing()?;
+    ensure!(text.is_empty(), "still attached: {text}");
+    Ok(())
+}
+
 /// The NIC, open, with a doorbell page and the page's dma-buf.
 pub(super) struct Doorbell {
     pub(super) verbs: Uverbs,
@@ -144,7 +151,7 @@ pub(super) struct Doorbell {
 impl Doorbell {
     pub(super) fn new(bed: &Bed) -> Result<Doorbell> {
         let adapter = nic(bed)?;
-        let verbs = Uverbs::find()?;
+        let verbs = Uverbs::of(&adapter.pd).map_err(errno)?;
         let uar = verbs.alloc_uar().map_err(errno).context("allocating a doorbell page")?;
         let dma_buf = verbs.dma_buf(&uar).map_err(errno).context("a doorbell's dma-buf")?;
         Ok(Doorbell {
@@ -247,7 +254,7 @@ fn doorbell(bed: &mut Bed) -> Result<()> {
     detach(other.as_fd(), second.answer.handle).map_err(errno)?;
     ensure!(!ringer.accel.dma_enabled()?, "the last attachment left DMA enabled");
     is_kept_out(&ringer, page)?;
-    ensure!(listing()?.is_empty(), "{}", listing()?);
+    none_attached()?;
     // A program that had enabled bus mastering itself finds it enabled afterwards.
     ringer.accel.enable_dma()?;
     let third = attach(fd, row.id, &bell.dma_buf, 0).map_err(errno)?;
@@ -443,7 +450,7 @@ fn bad(bed: &mut Bed) -> Result<()> {
             libc::EFAULT,
         )?;
     }
-    ensure!(listing()?.is_empty(), "{}", listing()?);
+    none_attached()?;
     ensure!(!Accel::open(&bed.device("accel0")?.bdf)?.dma_enabled()?);
     // Handles: of other files, of the other kind, closed, invented.
     let attached = attach(fd, row.id, &host, 0).map_err(errno)?;

@@ -12,7 +12,9 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_accel_regs::driver::{Accel, Error};
 use p2pmem_sys as abi;
 
-use super::attach::{Doorbell, PAGE, Ringer, arrives, attach, detach, is_kept_out, listing, query, rung};
+use super::attach::{
+    Doorbell, PAGE, Ringer, arrives, attach, detach, is_kept_out, listing, none_attached, query, rung,
+};
 use super::busy::{at_once, contended};
 use super::inflight::until;
 use super::life::{Part, ready};
@@ -103,11 +105,8 @@ fn revoked(bed: &mut Bed) -> Result<()> {
         state.state == abi::P2PMEM_ATTACHMENT_REVOKED && state.nr_ranges == 0 && state.size == PAGE,
         "{state:x?}"
     );
-    ensure!(
-        listing()?.contains(", revoked, not translated, by pid "),
-        "{}",
-        listing()?
-    );
+    let text = listing()?;
+    ensure!(text.contains(", revoked, not translated, by pid "), "{text}");
     event(
         other.as_fd(),
         abi::P2PMEM_EVENT_ATTACHMENT_STOPPED,
@@ -231,7 +230,7 @@ fn killed(bed: &mut Bed) -> Result<()> {
     let page = listed_address()?;
     arrives(&ringer, page)?;
     part.kill()?;
-    ensure!(listing()?.is_empty(), "{}", listing()?);
+    none_attached()?;
     is_kept_out(&ringer, page)?;
     let file = open()?;
     let host = sys::host_dma_buf(PAGE)?;
@@ -351,7 +350,7 @@ fn race(bed: &mut Bed) -> Result<()> {
         let (destroyed, (), also) = both?;
         unbound?;
         destroyed.map_err(errno)?;
-        ensure!(listing()?.is_empty(), "{}", listing()?);
+        none_attached()?;
         let accel = Accel::open(&bed.device("accel0")?.bdf)?;
         ensure!(!accel.dma_enabled()?, "the function can still do DMA");
         Ok(met && also)
@@ -388,7 +387,7 @@ fn attach_and_unbind(bed: &mut Bed) -> Result<()> {
         if ![libc::ENODEV, libc::ENOENT].contains(&refused) {
             bail!("attaching while unbinding: {}", errno(refused));
         }
-        ensure!(listing()?.is_empty(), "{}", listing()?);
+        none_attached()?;
         Ok(met)
     });
     println!("{done} attachments were made");

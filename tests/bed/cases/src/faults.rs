@@ -449,7 +449,7 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
     bed.unpublish("accel1")
 }
 
-/// Writes an attribute; the error is an errno.
+/// Sweeps the ioctls of attachments.
 fn attaching(bed: &mut Bed) -> Result<()> {
     let file = open()?;
     let fd = file.as_fd();
@@ -479,6 +479,7 @@ fn attaching(bed: &mut Bed) -> Result<()> {
     detach(fd, attached.answer.handle).map_err(errno)
 }
 
+/// Writes an attribute; the error is an errno.
 fn set(path: &Path, text: &str) -> Result<(), i32> {
     code(std::fs::write(path, text))
 }

@@ -3,10 +3,10 @@
 //! The ioctl interface of RDMA adapters (`rdma/rdma_user_ioctl_cmds.h`), for what libibverbs does not wrap: doorbell pages
 //! (UARs) of mlx5, and their dma-bufs.
 
-use std::fs;
-use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
+
+use sideway::ibverbs::protection_domain::ProtectionDomain;
 
 use super::{Answer, duplicate, result};
 
@@ -74,25 +74,19 @@ pub struct Uverbs(OwnedFd);
 pub struct Uar {
     handle: u32,
     /// The offset at which the page is mapped.
-    pub mmap_offset: u64,
+    mmap_offset: u64,
 }
 
 impl Uverbs {
-    /// Finds the descriptor through which libibverbs has opened the only adapter of this process.
+    /// Uses the descriptor of an open adapter.
     ///
     /// # Errors
     ///
-    /// The process has no adapter open.
-    pub fn find() -> io::Result<Uverbs> {
-        for entry in fs::read_dir("/proc/self/fd")? {
-            let entry = entry?;
-            let target = fs::read_link(entry.path()).unwrap_or_default();
-            let number = entry.file_name().to_string_lossy().parse::<RawFd>();
-            if let (true, Ok(number)) = (target.to_string_lossy().starts_with("/dev/infiniband/uverbs"), number) {
-                return duplicate(number).map(Uverbs).map_err(io::Error::from_raw_os_error);
-            }
-        }
-        Err(io::Error::other("this process has no RDMA adapter open"))
+    /// The errno, if the process has no free descriptor.
+    pub fn of(pd: &ProtectionDomain) -> Result<Uverbs, i32> {
+        // SAFETY: the domain lives during the call, and keeps its context open.
+        let fd = unsafe { (*pd.pd().as_ref().context).cmd_fd };
+        duplicate(fd).map(Uverbs)
     }
 
     /// Calls a method. The attributes hold the outputs afterwards.

@@ -8,7 +8,7 @@ use p2pmem_cases::backends::Check;
 use p2pmem_vm::vm::{Command, sibling};
 
 use crate::bed::{Attempt, Bed};
-use crate::{LIMIT, describe, failure, module, run};
+use crate::{LIMIT, describe, failure, run};
 
 /// Runs a test.
 pub fn run_check(bed: &Bed, check: &Check, attempt: Attempt) -> Result<()> {
@@ -17,16 +17,12 @@ pub fn run_check(bed: &Bed, check: &Check, attempt: Attempt) -> Result<()> {
     let program = sibling("p2pmem-guest-tests")?;
     let program = program.to_str().context("path")?;
     let command = Command::new([program, "without-module", check.name]).limit(LIMIT);
-    let outcome = run(vm, &command.env("P2PMEM_MODULE", module()?))?;
+    let outcome = run(vm, &command.env("P2PMEM_MODULE", bed.module()?))?;
     if !outcome.is_clean() {
         return Err(failure(
             &[&outcome],
             format!("{}: {}", check.name, describe(&outcome, vm)),
         ));
     }
-    if check.ruins {
-        return bed.drop_guests(guests);
-    }
-    bed.keep(guests, check.name);
-    Ok(())
+    bed.give_back(guests, check.ruins, check.name)
 }

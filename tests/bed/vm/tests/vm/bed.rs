@@ -348,6 +348,19 @@ impl Bed {
         })
     }
 
+    /// Ends guests that a test has made unusable, or keeps them for the next test.
+    ///
+    /// # Errors
+    ///
+    /// The kernel of guests that end has findings.
+    pub fn give_back(&self, guests: Guests, ruined: bool, test: &str) -> Result<()> {
+        if ruined {
+            return self.drop_guests(guests);
+        }
+        self.keep(guests, test);
+        Ok(())
+    }
+
     /// Keeps guests in which a test has run for the next test.
     pub fn keep(&self, mut guests: Guests, test: &str) {
         guests.ran.push(test.to_owned());
@@ -361,7 +374,7 @@ impl Bed {
     /// # Errors
     ///
     /// The kernel has findings.
-    pub fn drop_guests(&self, mut guests: Guests) -> Result<()> {
+    fn drop_guests(&self, mut guests: Guests) -> Result<()> {
         if guests.cluster.is_alive() {
             let findings = guests.cluster.check()?;
             hardening::count(&findings);

@@ -169,11 +169,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: At
     let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
     let sound = alive && ran.iter().all(|ran| ran.findings.is_empty() && !is_late(ran));
     let dropped = match sound {
-        true if !client.ruins => {
-            bed.keep(guests, &client.name);
-            Ok(())
-        }
-        true => bed.drop_guests(guests),
+        true => bed.give_back(guests, client.ruins, &client.name),
         false => Ok(()),
     };
     if report.ok != Some(true) {

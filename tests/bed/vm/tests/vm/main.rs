@@ -276,11 +276,7 @@ fn with_guests(bed: &Bed, test: &Test, attempt: Attempt) -> Result<()> {
     let attempt = if test.alone { Attempt::Again } else { attempt };
     let mut guests = bed.guests(test.topology, attempt)?;
     (test.run)(&mut guests.cluster)?;
-    if test.alone {
-        return bed.drop_guests(guests);
-    }
-    bed.keep(guests, test.name);
-    Ok(())
+    bed.give_back(guests, test.alone, test.name)
 }
 
 /// Returns the factor for the rounds of races: [`TIMES`], or 1.
@@ -307,11 +303,8 @@ fn run_case(bed: &Bed, said: &peer::Said, case: &cases::Case, attempt: Attempt) 
     let result = if !outcome.is_clean() {
         let text = format!("{}\n{}", case.about, describe(&outcome, vm));
         Err(failure(&[&outcome], text))
-    } else if case.ruins {
-        bed.drop_guests(guests)
     } else {
-        bed.keep(guests, case.name);
-        Ok(())
+        bed.give_back(guests, case.ruins, case.name)
     };
     // The report keeps a case's part even if the case failed, except if the case runs again and prints it again.
     if !result.as_ref().is_err_and(Overrun::is) {
