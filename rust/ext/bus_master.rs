@@ -76,14 +76,6 @@ impl BusMaster {
         self.inner.lock().mastering.forget_stale();
     }
 
-    /// The device does not use a stale mapping any more. The device can do DMA again if this was the last one.
-    pub(super) fn confirm(&self, stale: Stale) {
-        let mut inner = self.inner.lock();
-        if let Some(enable) = inner.mastering.confirm(stale) {
-            self.set(enable);
-        }
-    }
-
     /// Enables or disables bus mastering. Called with `inner` locked.
     ///
     /// When this has disabled bus mastering, the device's posted writes have left the device, and its reads have completed
@@ -129,15 +121,15 @@ impl DmaUse {
         }
     }
 
-    /// Enables bus mastering until the use ends. `quiesced` says that the device uses no stale mapping any more. Returns
-    /// false if stale mappings keep the device from DMA.
+    /// Enables bus mastering until the use ends. Called once. `quiesced` says that the device uses no stale mapping any more.
+    /// Returns false if stale mappings keep the device from DMA.
     #[must_use]
     pub(crate) fn start(&mut self, quiesced: bool) -> bool {
         let mut inner = self.master.inner.lock();
         // SAFETY: As in `BusMaster::set`.
         let enabled = unsafe { sys::p2pmem_pci_does_dma(self.master.function.as_raw()) };
-        if self.started || !inner.mastering.attach(enabled, quiesced) {
-            return self.started;
+        if !inner.mastering.attach(enabled, quiesced) {
+            return false;
         }
         self.started = true;
         self.master.set(true);
@@ -154,6 +146,14 @@ impl DmaUse {
             self.master.set(false);
         }
         (stale, first)
+    }
+
+    /// The device does not use a stale mapping any more. The device can do DMA again if this was the last one.
+    pub(crate) fn confirm(&self, stale: Stale) {
+        let mut inner = self.master.inner.lock();
+        if let Some(enable) = inner.mastering.confirm(stale) {
+            self.master.set(enable);
+        }
     }
 
     /// Returns whether the end of a DMA mapping at `address` also ends the device's access.

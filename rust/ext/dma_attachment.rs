@@ -69,6 +69,23 @@ struct Inner<T> {
     owner: T,
 }
 
+impl<T> Inner<T> {
+    /// Ends the mapping, if there is one. Calls `before` first.
+    ///
+    /// # Safety
+    ///
+    /// `raw` is the attachment of `self`, and not detached. Its reservation is locked.
+    unsafe fn unmap(&self, raw: *mut bindings::dma_buf_attachment, before: impl FnOnce()) {
+        let table = self.table.lock().take();
+        if let Some(table) = table {
+            before();
+            // SAFETY: By the type invariant of `Table` the table is mapped for the attachment, which the caller guarantees to
+            // be `raw`, with its reservation locked. The table is not used afterwards.
+            unsafe { bindings::dma_buf_unmap_attachment(raw, table.0.as_ptr(), DMA_BIDIRECTIONAL) };
+        }
+    }
+}
+
 /// The attachment of a bound device to a dma-buf. Dropping it ends the mapping and detaches, which takes the reservation.
 ///
 /// # Invariants
@@ -200,8 +217,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
         };
         let device = self.inner.device.device().as_raw();
         for entry in &raw {
-            // SAFETY: The device is bound while `inner.device` exists.
-            mapping.translated &= unsafe { sys::p2pmem_dma_is_translated(device, entry.address) };
+            mapping.translated &= self.inner.device.translates(entry.address);
             // SAFETY: The device is valid and has a DMA mask, as every PCI function.
             mapping.bounced |= unsafe { sys::p2pmem_dma_is_bounced(device, entry.address) };
             let range = Range {
@@ -226,13 +242,8 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
     pub(crate) fn unmap(&self, before: impl FnOnce()) {
         // SAFETY: As in `map`.
         unsafe { bindings::dma_resv_lock(self.reservation(), ptr::null_mut()) };
-        let table = self.inner.table.lock().take();
-        if let Some(table) = table {
-            before();
-            // SAFETY: By the type invariant `raw` is attached, and by that of `Table` the table is mapped for it. The
-            // reservation is locked, and the table is not used afterwards.
-            unsafe { bindings::dma_buf_unmap_attachment(self.raw.as_ptr(), table.0.as_ptr(), DMA_BIDIRECTIONAL) };
-        }
+        // SAFETY: By the type invariant `raw` is the attachment of `inner`. The reservation is locked.
+        unsafe { self.inner.unmap(self.raw.as_ptr(), before) };
         // SAFETY: This thread locked the reservation above.
         unsafe { bindings::dma_resv_unlock(self.reservation()) };
     }
@@ -246,13 +257,8 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
         // SAFETY: `new()` set `importer_priv` to an `Inner<T>`, which lives until `dma_buf_detach()` has returned. That
         // function takes the reservation, which the caller holds.
         let inner = unsafe { &*(*attachment).importer_priv.cast::<Inner<T>>() };
-        let table = inner.table.lock().take();
-        if let Some(table) = table {
-            inner.owner.revoked(&inner.device);
-            // SAFETY: The attachment is not detached, and by the type invariant of `Table` the table is mapped for it. The
-            // reservation is locked, and the table is not used afterwards.
-            unsafe { bindings::dma_buf_unmap_attachment(attachment, table.0.as_ptr(), DMA_BIDIRECTIONAL) };
-        }
+        // SAFETY: `inner` is that of the attachment, which is not detached. The caller has the reservation locked.
+        unsafe { inner.unmap(attachment, || inner.owner.revoked(&inner.device)) };
     }
 }
 

@@ -35,10 +35,7 @@ use crate::ext::{
     }, //
 };
 use crate::{
-    policy::{
-        bus_master::Stale,
-        path::PciAddr, //
-    },
+    policy::path::PciAddr,
     sys, //
 };
 use core::{marker::PhantomData, ptr};
@@ -335,13 +332,6 @@ impl<'a> Published<'a> {
     pub(crate) fn dma_use(&self) -> Option<DmaUse> {
         // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `master`.
         self.master.map(|master| unsafe { DmaUse::new(master) })
-    }
-
-    /// Confirms that the device does not use a stale mapping any more: see [`DmaUse::stop`].
-    pub(crate) fn confirm(&self, stale: Stale) {
-        if let Some(master) = self.master {
-            master.confirm(stale);
-        }
     }
 
     /// Adds a range of a BAR to the device's pool, with a `struct page` for each page.

@@ -385,8 +385,9 @@ impl Attachment {
             return;
         }
         let stale = self.mapping.state.lock().stale.take();
-        if let Some(stale) = stale {
-            driver::with_bound(provider.addr, |bound| bound.confirm(stale));
+        let device = || driver::with_bound(provider.addr, |bound| bound.dma_use()).flatten();
+        if let Some((stale, device)) = stale.and_then(|stale| Some((stale, device()?))) {
+            device.confirm(stale);
         }
     }
 

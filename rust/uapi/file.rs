@@ -146,15 +146,18 @@ impl File {
 
     // Attachments
 
-    /// Calls `attach` with a new handle, and gives the attachment the handle. Errors: `ENOMEM`, `EMFILE` (the file's limit),
-    /// those of `attach`.
-    pub(super) fn insert_attachment(&self, attach: impl FnOnce(u32) -> Answer<Arc<Attachment>>) -> Answer<u32> {
+    /// Calls `attach` with a new handle, and gives the attachment the handle. Returns both. Errors: `ENOMEM`, `EMFILE` (the
+    /// file's limit), those of `attach`.
+    pub(super) fn insert_attachment(
+        &self,
+        attach: impl FnOnce(u32) -> Answer<Arc<Attachment>>,
+    ) -> Answer<(u32, Arc<Attachment>)> {
         let slot = AttachmentSlot::new()?;
         let handle = self.handles.lock().reserve()?;
         match attach(handle) {
             Ok(attachment) => {
-                self.handles.lock().insert_attachment(handle, attachment, slot);
-                Ok(handle)
+                self.handles.lock().insert_attachment(handle, attachment.clone(), slot);
+                Ok((handle, attachment))
             }
             Err(refusal) => {
                 self.handles.lock().cancel();

@@ -158,8 +158,9 @@ impl File {
                 let answer = arg.exchange(
                     offset_of!(abi::Attach, size),
                     |a: &mut abi::Attach| {
-                        made = Some(self.attach(a)?);
-                        self.write_ranges(a.handle, (a.ranges, &mut a.nr_ranges, a.range_size))
+                        let attachment = self.attach(a)?;
+                        made = Some(a.handle);
+                        write_ranges(&attachment, (a.ranges, &mut a.nr_ranges, a.range_size))
                     },
                     true,
                 );
@@ -441,8 +442,8 @@ impl File {
         })
     }
 
-    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle, which is also returned.
-    fn attach(&self, arg: &mut abi::Attach) -> Answer<u32> {
+    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle.
+    fn attach(&self, arg: &mut abi::Attach) -> Answer<Arc<Attachment>> {
         no_flags(arg.flags, consts::ATTACH_QUIESCED)?;
         no_reserved(arg.reserved)?;
         // Checks the array before anything is done.
@@ -452,28 +453,12 @@ impl File {
             .provider(arg.provider)
             .ok_or_else(|| refuse!(ENOENT, "there is no provider {}", arg.provider))?;
         let quiesced = arg.flags & consts::ATTACH_QUIESCED != 0;
-        arg.handle = self.insert_attachment(|handle| {
-            let attachment = Attachment::new(&provider, arg.fd, handle, quiesced, self.events.clone())?;
-            arg.size = attachment.size;
-            arg.info = attachment.status().1;
-            Ok(attachment)
-        })?;
-        Ok(arg.handle)
-    }
-
-    /// Writes the ranges of an attachment to an array: address, number of elements, and their size. The number becomes that
-    /// of all ranges.
-    fn write_ranges(&self, handle: u32, (at, count, size): (u64, &mut u32, u32)) -> Answer {
-        let mut out = ArrayWriter::new(at, *count, size)?;
-        let (ranges, all) = self.attachment(handle)?.ranges(*count as usize)?;
-        for range in &ranges {
-            out.write(&abi::DmaRange {
-                address: range.offset,
-                size: range.size,
-            })?;
-        }
-        *count = all as u32;
-        Ok(())
+        let (handle, attachment) =
+            self.insert_attachment(|handle| Attachment::new(&provider, arg.fd, handle, quiesced, self.events.clone()))?;
+        arg.handle = handle;
+        arg.size = attachment.size;
+        arg.info = attachment.status().1;
+        Ok(attachment)
     }
 
     /// Describes an attachment.
@@ -481,7 +466,7 @@ impl File {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
         let attachment = self.attachment(arg.handle)?;
-        self.write_ranges(arg.handle, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
+        write_ranges(&attachment, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
         arg.provider = attachment.provider();
         arg.size = attachment.size;
         (arg.state, arg.info) = attachment.status();
@@ -603,6 +588,21 @@ impl File {
         };
         self.orchestrator.stats(id, stats)
     }
+}
+
+/// Writes the ranges of an attachment to an array: address, number of elements, and their size. The number becomes that of
+/// all ranges.
+fn write_ranges(attachment: &Attachment, (at, count, size): (u64, &mut u32, u32)) -> Answer {
+    let mut out = ArrayWriter::new(at, *count, size)?;
+    let (ranges, all) = attachment.ranges(*count as usize)?;
+    for range in &ranges {
+        out.write(&abi::DmaRange {
+            address: range.offset,
+            size: range.size,
+        })?;
+    }
+    *count = all as u32;
+    Ok(())
 }
 
 /// A dma-buf and the file descriptor reserved for it.
