@@ -134,7 +134,7 @@ fn report(context: &mut Context<'_>, error: &anyhow::Error) {
     let remedy = remedy.or_else(|| known.and_then(p2pmem::Error::remedy));
     let missing = known.is_some_and(|error| error.kind() == p2pmem::ErrorKind::ModuleMissing);
     // A kernel that is too old for the module cannot load it.
-    let release = doctor::needed_release(context.environment).filter(|_| missing);
+    let release = missing.then(|| doctor::needed_release(context.environment)).flatten();
     let remedy = remedy.map(|remedy| match release {
         // Other remedies do not load the module.
         Some((major, minor)) if remedy.starts_with("load the module") => {

@@ -296,6 +296,15 @@ impl Accel {
         }
     }
 
+    /// Keeps other programs from the registers. After `timeout`, the error says that the program waited for `what`.
+    fn lock(&self, what: &'static str, deadline: Instant, timeout: Duration) -> Result<Lock<'_>, Error> {
+        let lock = Lock::take(&self.registers_file, deadline).map_err(|error| Error::File {
+            path: self.folder.join("resource0"),
+            error,
+        })?;
+        lock.ok_or(Error::Timeout(what, timeout))
+    }
+
     #[allow(clippy::too_many_arguments)]
     fn submit(
         &self,
@@ -307,12 +316,7 @@ impl Accel {
         deadline: Instant,
         timeout: Duration,
     ) -> Result<u32, Error> {
-        let _lock = Lock::take(&self.registers_file, deadline)
-            .map_err(|error| Error::File {
-                path: self.folder.join("resource0"),
-                error,
-            })?
-            .ok_or(Error::Timeout("another program's submission", timeout))?;
+        let _lock = self.lock("another program's submission", deadline, timeout)?;
         let registers = &self.registers;
         let refused = registers.load32(reg::REFUSED)?;
         registers.store32(reg::OP, op as u32)?;

@@ -134,9 +134,9 @@ impl<'a> Executor<'a> {
             }
             Op::Store32 => {
                 let value = word(argument)?;
-                self.store_word(job, place(memory, command, 4)?, &value.to_le_bytes())
+                self.store_word(job, op, place(memory, command, 4)?, &value.to_le_bytes())
             }
-            Op::Store64 => self.store_word(job, place(memory, command, 8)?, &argument.to_le_bytes()),
+            Op::Store64 => self.store_word(job, op, place(memory, command, 8)?, &argument.to_le_bytes()),
             Op::CopyBlock => self.copy_block(job, command),
             Op::PollAnd | Op::PollNor | Op::PollGeq => {
                 let value = word(argument)?;
@@ -314,12 +314,12 @@ impl<'a> Executor<'a> {
     }
 
     /// Stores 4 or 8 bytes to an aligned place as one access.
-    fn store_word(&self, job: &Job<'_>, to: Place, data: &[u8]) -> Result<u64, Status> {
+    fn store_word(&self, job: &Job<'_>, op: Op, to: Place, data: &[u8]) -> Result<u64, Status> {
         match to {
             Place::Memory(offset) => self.shared.store_control(offset, data)?,
             Place::Bus(address) => {
                 let result = job.port.data.write(address, data);
-                result.map_err(|error| failed(Op::Store64, &error))?;
+                result.map_err(|error| failed(op, &error))?;
             }
         }
         self.shared.counters.add(Counter::Stores, 1);

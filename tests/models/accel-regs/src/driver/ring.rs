@@ -26,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use super::{Accel, DeviceMemory, Error, Lock, Poll};
+use super::{Accel, DeviceMemory, Error, Poll};
 use crate::ring::{self, Entry, Progress, State, control, reg};
 use crate::{RESULT_SIZE, Status};
 
@@ -230,11 +230,6 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         })
     }
 
-    /// The memory of the ring.
-    pub fn memory(&self) -> &M {
-        &self.memory
-    }
-
     /// Writes the next entry, and returns its index. The device executes the entry after [`Ring::doorbell`].
     ///
     /// # Errors
@@ -242,11 +237,7 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
     /// [`Error::RingFull`] if all entries wait for the device; [`Error::RingStopped`] if the ring is full and has stopped.
     pub fn push(&mut self, entry: &Entry) -> Result<u32, Error> {
         if self.free() == 0 {
-            let progress = match self.options.report {
-                Report::Memory(_) => self.progress()?,
-                // The program reads reports in host memory itself.
-                Report::Bus(_) | Report::Registers => self.accel.borrow().ring_progress(self.number)?,
-            };
+            let progress = self.progress()?;
             self.head = progress.head;
             if self.free() == 0 {
                 return Err(self.stopped(progress).unwrap_or(Error::RingFull(self.number)));
@@ -278,7 +269,8 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         Ok(self.accel.borrow().registers.store32(register, self.tail)?)
     }
 
-    /// Returns the progress: from the report in BAR2, or from registers if there is none.
+    /// Returns the progress: from the report in BAR2, or from registers if there is none. The program reads reports in host
+    /// memory itself.
     ///
     /// # Errors
     ///
@@ -296,14 +288,7 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
     ///
     /// [`Error::RingStopped`] with the index and the status of the entry that failed, and [`Error::Timeout`].
     pub fn wait(&mut self, index: u32, timeout: Duration) -> Result<(), Error> {
-        let options = self.options;
-        match options.report {
-            Report::Memory(offset) => self.wait_for(index, timeout, |ring| ring.memory.load64(offset)),
-            Report::Bus(_) | Report::Registers => self.wait_for(index, timeout, |ring| {
-                let register = ring::register(ring.number, reg::HEAD);
-                Ok(ring.accel.borrow().registers.load64(register)?)
-            }),
-        }
+        self.wait_for(index, timeout, Self::progress)
     }
 
     /// As [`Ring::wait`], with a function that loads the report, for reports in host memory.
@@ -317,18 +302,18 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         timeout: Duration,
         mut load: impl FnMut() -> Result<u64, Error>,
     ) -> Result<(), Error> {
-        self.wait_for(index, timeout, |_| load())
+        self.wait_for(index, timeout, |_| Progress::from_u64(load()?).ok_or(Error::Gone))
     }
 
     fn wait_for(
         &mut self,
         index: u32,
         timeout: Duration,
-        mut load: impl FnMut(&Self) -> Result<u64, Error>,
+        mut load: impl FnMut(&Self) -> Result<Progress, Error>,
     ) -> Result<(), Error> {
         let mut poll = Poll::new(Instant::now() + timeout);
         loop {
-            let progress = Progress::from_u64(load(self)?).ok_or(Error::Gone)?;
+            let progress = load(self)?;
             if self.is_done(progress, index)? {
                 return Ok(());
             }
@@ -404,12 +389,11 @@ impl<A: Borrow<Accel>, M: RingMemory> Drop for Ring<A, M> {
 /// Starts a ring that no program uses.
 fn claim(accel: &Accel, number: u32, memory: &impl RingMemory, options: &RingOptions) -> Result<(), Error> {
     check_number(number)?;
-    let lock = Lock::take(&accel.registers_file, Instant::now() + START_TIMEOUT);
-    let lock = lock.map_err(|error| Error::File {
-        path: accel.folder.join("resource0"),
-        error,
-    })?;
-    let _lock = lock.ok_or(Error::Timeout("another program's access", START_TIMEOUT))?;
+    let _lock = accel.lock(
+        "another program's access",
+        Instant::now() + START_TIMEOUT,
+        START_TIMEOUT,
+    )?;
     if accel.ring_register(number, reg::STATE)? != State::Disabled as u32 {
         return Err(Error::RingBusy(number));
     }
