@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::attach::{attach, detach};
+use super::attach::{PAGE, attach, detach};
 use super::dmabuf::{GOOD, Importer, export, exported_buffer};
 use super::inflight::until;
 use super::pageless::without_pages;
@@ -43,7 +43,7 @@ pub(super) const CASES: &[Case] = &[
     Case {
         name: "allocation-failures-attach",
         about: "if any one allocation fails, attaching succeeds or fails with ENOMEM and leaks nothing; detaching succeeds",
-        topology: "small",
+        topology: "nic",
         ruins: false,
         run: attaching,
     },
@@ -451,22 +451,27 @@ fn ioctls(bed: &mut Bed) -> Result<()> {
 
 /// Sweeps the ioctls of attachments.
 fn attaching(bed: &mut Bed) -> Result<()> {
+    bed.publish("accel1")?;
+    let target = Held::new(bed, "accel1", MIB as usize)?;
+    // Each page is a range of its own. Not host memory: the kernel's DMA debugging allocates memory for a mapping of it, and
+    // ends if that fails.
+    let pages: Vec<_> = (0..32).map(|page| (2 * page * PAGE, PAGE)).collect();
+    let dma_buf = export(target.file.as_fd(), target.buffer.handle, 0, &pages).map_err(errno)?;
     let file = open()?;
     let fd = file.as_fd();
     arm()?;
     let cannot_fail = |answer: Result<(), i32>| answer.map_err(|_| libc::ENOTRECOVERABLE);
     let provider = bed.provider("accel0")?.id;
-    let host = sys::host_dma_buf(MIB)?;
     sweep_fallible("ATTACH_DMABUF", &[], || {
-        let attached = attach(fd, provider, &host, 0)?;
+        let attached = attach(fd, provider, &dma_buf, 0)?;
         cannot_fail(detach(fd, attached.answer.handle))
     })?;
     sweep_infallible("DETACH_DMABUF", || {
-        let attached = attach(fd, provider, &host, 0).map_err(|_| 0);
+        let attached = attach(fd, provider, &dma_buf, 0).map_err(|_| 0);
         // Only failures of DETACH_DMABUF count here.
         attached.map_or(Ok(()), |attached| cannot_fail(detach(fd, attached.answer.handle)))
     })?;
-    let attached = attach(fd, provider, &host, 0).map_err(errno)?;
+    let attached = attach(fd, provider, &dma_buf, 0).map_err(errno)?;
     sweep("ATTACHMENT", &[], || {
         let mut ranges = vec![abi::p2pmem_dma_range::default(); 256];
         let mut ask = abi::p2pmem_attachment {
@@ -476,7 +481,10 @@ fn attaching(bed: &mut Bed) -> Result<()> {
         };
         sys::attachment(fd, &mut ask, Memory::Slice(&mut ranges))
     })?;
-    detach(fd, attached.answer.handle).map_err(errno)
+    ensure!(attached.answer.nr_ranges as usize == pages.len(), "{attached:x?}");
+    detach(fd, attached.answer.handle).map_err(errno)?;
+    drop((dma_buf, target));
+    bed.unpublish("accel1")
 }
 
 /// Writes an attribute; the error is an errno.
