@@ -14,7 +14,7 @@ use crate::bytecode::Peer;
 use crate::cqe;
 use crate::error::{Error, Result};
 use crate::memory::MemorySource;
-use crate::queue::{AsyncCq, AsyncQp, QpLayout, QpParts, CQ_RECORD_BYTES, QP_RECORD_BYTES};
+use crate::queue::{cq_record_bytes, AsyncCq, AsyncQp, QpLayout, QpParts, QP_RECORD_BYTES};
 use crate::region::{Region, RegionKind};
 use crate::sys::uverbs::{Context, KernelCq, KernelQp, QpChange, QpSizes, QpSource, QpState, Retries, Route, Uar};
 use crate::sys::PAGE;
@@ -94,6 +94,8 @@ pub struct EndpointOptions {
     pub layout: QpLayout,
     /// Entries of each completion queue: a power of two.
     pub completions: u32,
+    /// Peeks of each completion queue that have not ended: at least 1.
+    pub peeks: usize,
     /// Queue key of datagrams.
     pub qkey: u32,
 }
@@ -110,6 +112,7 @@ impl EndpointOptions {
                 receive_entries: 64,
             },
             completions: 64,
+            peeks: 64,
             qkey: 0x1111_1111,
         }
     }
@@ -156,6 +159,7 @@ impl Endpoint {
             queues,
             layout,
             completions,
+            peeks,
             qkey,
         } = options;
         layout.check()?;
@@ -169,12 +173,12 @@ impl Endpoint {
                 "datagrams on Ethernet need the MAC address of the next hop, which this crate does not resolve; use a reliable connection".into(),
             ));
         }
-        let cq_bytes = *completions as usize * cqe::BYTES;
+        let (cq_bytes, record_bytes) = (*completions as usize * cqe::BYTES, cq_record_bytes(*peeks));
         let parts = [
             cq_bytes,
-            CQ_RECORD_BYTES,
+            record_bytes,
             cq_bytes,
-            CQ_RECORD_BYTES,
+            record_bytes,
             layout.bytes(),
             QP_RECORD_BYTES,
         ];
@@ -182,7 +186,7 @@ impl Endpoint {
         let uar = Uar::new(&port.context)?;
         let mut create_cq = || {
             let (entries, entries_place) = memory.take(RegionKind::Completions, cq_bytes);
-            let (record, record_place) = memory.take(RegionKind::CqRecord, CQ_RECORD_BYTES);
+            let (record, record_place) = memory.take(RegionKind::CqRecord, record_bytes);
             let kernel = KernelCq::new(&port.context, *completions, entries_place, record_place, &uar)?;
             let queue = AsyncCq::new(kernel.cqn(), entries, record, peer.clone())?;
             Result::Ok((Arc::new(kernel), queue))

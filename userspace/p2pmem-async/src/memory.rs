@@ -19,6 +19,16 @@ use crate::wqe::{Remote, Segment};
 /// because the kernel pins them; payload does not.
 struct PeerMemory {
     mapping: Mapping,
+    bar_offset: Option<u64>,
+}
+
+impl PeerMemory {
+    fn new(buffer: &Buffer) -> Result<Self> {
+        Ok(Self {
+            mapping: buffer.map()?,
+            bar_offset: buffer.bar_offset(),
+        })
+    }
 }
 
 impl fmt::Debug for PeerMemory {
@@ -41,6 +51,10 @@ impl Memory for PeerMemory {
 
     fn address(&self) -> u64 {
         self.mapping.as_ptr() as u64
+    }
+
+    fn bar_offset(&self) -> Option<u64> {
+        self.bar_offset
     }
 
     fn load_dword(&self, at: usize) -> u32 {
@@ -109,9 +123,8 @@ impl MemorySource {
             Self::Accelerator { device, near } => {
                 let buffer = Self::buffer(device, near, len)?;
                 let dmabuf = buffer.export(&ExportOptions::new().pinned(true))?;
-                let memory = PeerMemory { mapping: buffer.map()? };
                 QueueMemory {
-                    memory: Arc::new(memory),
+                    memory: Arc::new(PeerMemory::new(&buffer)?),
                     source: Source::DmaBuf(Arc::new(OwnedFd::from(dmabuf))),
                     used: 0,
                 }
@@ -140,11 +153,11 @@ impl MemorySource {
             }
             Self::Accelerator { device, near } => {
                 let buffer = Self::buffer(device, near, len)?;
-                let mapping = buffer.map()?;
+                let memory = PeerMemory::new(&buffer)?;
                 let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
                 let registered = buffer.register(domain, access)?;
                 let (keys, start) = ((registered.lkey(), registered.rkey()), registered.addr());
-                let region = Region::new(RegionKind::Data, Arc::new(PeerMemory { mapping }));
+                let region = Region::new(RegionKind::Data, Arc::new(memory));
                 (region, keys, start, Registered::Peer(registered))
             }
         };
@@ -262,6 +275,12 @@ mod tests {
     }
 
     #[test]
+    fn host_memory_has_no_bar_offset() {
+        let mut memory = MemorySource::Host.queue_memory(PAGE).unwrap();
+        assert_eq!(memory.take(RegionKind::WorkQueue, PAGE).0.bar_offset(), None);
+    }
+
+    #[test]
     #[should_panic(expected = "no region of")]
     fn more_than_the_memory_panics() {
         let mut memory = MemorySource::Host.queue_memory(PAGE).unwrap();
@@ -274,6 +293,7 @@ mod tests {
         assert!(error.to_string().contains("export"), "{error}");
         let mut memory = accelerator(true).queue_memory(PAGE).unwrap();
         let (region, _) = memory.take(RegionKind::Completions, 64);
+        assert!(region.bar_offset().is_some());
         region.store_qword(8, 0x1122_3344_5566_7788);
         region.store_dword(16, 7);
         region.fence();

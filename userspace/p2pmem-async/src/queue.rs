@@ -6,7 +6,7 @@
 mod cq;
 mod qp;
 
-pub use cq::{AsyncCq, Completion, Peek, PeekId, CQ_RECORD_BYTES, PEEKS};
+pub use cq::{cq_record_bytes, AsyncCq, Completion, Peek, PeekId};
 pub use qp::{AsyncQp, QpLayout, QpParts, DOORBELL_OFFSET, QP_RECORD_BYTES};
 
 #[cfg(test)]

@@ -19,6 +19,10 @@ pub trait Memory: Send + Sync + fmt::Debug {
     fn len(&self) -> usize;
     /// Returns the address in this process, for registration and for requests to the kernel.
     fn address(&self) -> u64;
+    /// Returns the offset in the memory BAR of the accelerator, if the memory is in one.
+    fn bar_offset(&self) -> Option<u64> {
+        None
+    }
     /// Reads 4 bytes in one access.
     fn load_dword(&self, at: usize) -> u32;
     /// Writes 4 bytes in one access.
@@ -137,6 +141,12 @@ impl Region {
     /// Returns the address of the first byte in this process.
     pub fn address(&self) -> u64 {
         self.memory.address() + self.start as u64
+    }
+
+    /// Returns the offset of the first byte in the memory BAR of the accelerator, by which the accelerator itself accesses
+    /// the region; `None` if the region is not in an accelerator, or at several places of it.
+    pub fn bar_offset(&self) -> Option<u64> {
+        Some(self.memory.bar_offset()? + self.start as u64)
     }
 
     /// Returns a place in the region, for byte code.

@@ -13,8 +13,9 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use p2pmem_async::bytecode::Peer;
-use p2pmem_async::queue::{AsyncCq, CQ_RECORD_BYTES};
-use p2pmem_async::queue::{AsyncQp, DOORBELL_OFFSET, QP_RECORD_BYTES, QpLayout, QpParts};
+use p2pmem_async::queue::{
+    AsyncCq, AsyncQp, DOORBELL_OFFSET, QP_RECORD_BYTES, QpLayout, QpParts, cq_record_bytes,
+};
 use p2pmem_async::region::{Memory, Region, RegionKind};
 use p2pmem_async::wqe::{AddressVector, Segment, Transport};
 use p2pmem_ib::{Fabric, Topology};
@@ -22,6 +23,8 @@ use p2pmem_mlx5::layout::constants;
 use p2pmem_mlx5_driver::{Driver, ENTRIES, LOG_ENTRIES, Qp, RAM, Ring};
 use p2pmem_vfio_user::Memory as SharedMemory;
 
+/// Peeks of a completion queue that have not ended.
+const PEEKS: usize = 64;
 /// Bytes before the payload of a datagram, for its route.
 const GRH: u64 = 40;
 /// The queue key of [`Driver::connect`].
@@ -132,7 +135,7 @@ impl Node {
         let queue = |driver: &mut Driver| -> Result<(Ring, AsyncCq)> {
             let ring = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
             let entries = region(RegionKind::Completions, ring.buffer, ENTRIES as usize * 64);
-            let record = region(RegionKind::CqRecord, ring.record, CQ_RECORD_BYTES);
+            let record = region(RegionKind::CqRecord, ring.record, cq_record_bytes(PEEKS));
             let cq = AsyncCq::new(ring.number, entries, record, peer.clone())?;
             Ok((ring, cq))
         };

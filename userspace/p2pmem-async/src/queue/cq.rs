@@ -10,7 +10,7 @@
 //! A queue cannot overrun: each posted work request reserves an entry, also an unsignaled one, because a failure causes a
 //! completion in any case. Work requests without a free entry are refused.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::sync::atomic::{self, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -22,10 +22,12 @@ use crate::cqe::{self, Direction, Failure, Source};
 use crate::error::{Error, Result};
 use crate::region::Region;
 
-/// Largest number of peeks of one queue that have not ended.
-pub const PEEKS: usize = 64;
-/// Bytes of the record: the doorbell record, and a word for each peek.
-pub const CQ_RECORD_BYTES: usize = PEEK_WORDS + 4 * PEEKS;
+/// Returns the number of bytes of the record: the doorbell record, and a word for each of `peeks` peeks that have not
+/// ended.
+pub const fn cq_record_bytes(peeks: usize) -> usize {
+    PEEK_WORDS + 4 * peeks
+}
+
 /// Offset of the first word of the peeks.
 const PEEK_WORDS: usize = 64;
 /// Mask of the consumer index in the doorbell record (24 bits).
@@ -67,7 +69,6 @@ pub(super) trait WorkQueues: Send + Sync {
 /// Identifies a peek.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeekId {
-    slot: usize,
     sequence: u32,
 }
 
@@ -83,6 +84,8 @@ pub struct Peek {
 /// A peek that has not ended.
 #[derive(Debug, Clone, Copy)]
 struct Outstanding {
+    /// Number of its word in the record.
+    slot: usize,
     sequence: u32,
     /// Index of the first and of the last completion that the peek is for.
     first: u32,
@@ -108,7 +111,10 @@ struct State {
     peeked: u32,
     /// Number of the last peek.
     sequence: u32,
-    peeks: [Option<Outstanding>; PEEKS],
+    /// Peeks in the order of their creation. Those that ended before the first one did stay until it has ended.
+    peeks: VecDeque<Outstanding>,
+    /// Words of the record that no peek uses.
+    free: Vec<usize>,
     queues: HashMap<u32, Weak<dyn WorkQueues>>,
     dropped: Vec<Dropped>,
 }
@@ -138,8 +144,9 @@ impl fmt::Debug for AsyncCq {
 }
 
 impl AsyncCq {
-    /// Takes over queue `cqn` of a NIC. `entries` is its buffer, `record` its doorbell record and the words for peeks
-    /// ([`CQ_RECORD_BYTES`]). Both are initialized, so the NIC must not have a queue pair that uses the queue yet.
+    /// Takes over queue `cqn` of a NIC. `entries` is its buffer, `record` its doorbell record and a word for each peek that
+    /// has not ended ([`cq_record_bytes`]). Both are initialized, so the NIC must not have a queue pair that uses the queue
+    /// yet.
     ///
     /// # Errors
     ///
@@ -153,15 +160,16 @@ impl AsyncCq {
                 1 << 22
             )));
         }
-        if record.len() < CQ_RECORD_BYTES {
+        if record.len() < cq_record_bytes(1) {
             return Err(Error::Argument(format!(
-                "the record of a completion queue needs {CQ_RECORD_BYTES} bytes, not {}",
+                "the record of a completion queue needs at least {} bytes, not {}",
+                cq_record_bytes(1),
                 record.len()
             )));
         }
         // Opcode and owner bit of an entry that is not written.
         entries.write(0, &vec![0xff; entries.len()]);
-        record.write(0, &[0; CQ_RECORD_BYTES]);
+        record.write(0, &vec![0; record.len()]);
         entries.fence();
         let state = State {
             consumed: 0,
@@ -169,7 +177,9 @@ impl AsyncCq {
             reserved: 0,
             peeked: 0,
             sequence: 0,
-            peeks: [None; PEEKS],
+            peeks: VecDeque::new(),
+            // The first word is taken first.
+            free: (0..(record.len() - PEEK_WORDS) / 4).rev().collect(),
             queues: HashMap::new(),
             dropped: Vec::new(),
         };
@@ -220,8 +230,8 @@ impl AsyncCq {
     /// # Errors
     ///
     /// [`Error::Peek`] if `count` is 0, if the queue does not have enough entries for the completions, or if
-    /// [`PEEKS`] peeks have not ended. [`Error::Unsupported`] or [`Error::TooLong`] if the peer cannot execute the byte
-    /// code.
+    /// as many peeks have not ended as the record has words. [`Error::Unsupported`] or [`Error::TooLong`] if the peer cannot
+    /// execute the byte code.
     pub fn peek_cq(&self, count: u32) -> Result<Peek> {
         let shared = &*self.shared;
         let refuse = |why: String| Error::Peek { cqn: shared.cqn, why };
@@ -242,9 +252,13 @@ impl AsyncCq {
                 shared.size
             )));
         }
-        let Some(slot) = state.peeks.iter().position(Option::is_none) else {
+        if state.free.is_empty() {
+            state.sweep(shared);
+        }
+        let Some(&slot) = state.free.last() else {
             return Err(refuse(format!(
-                "{PEEKS} peeks have not ended; execute or abort them first"
+                "{} peeks have not ended; execute or abort them first",
+                state.peeks.len()
             )));
         };
         let last = first.wrapping_add(count - 1);
@@ -274,9 +288,17 @@ impl AsyncCq {
         shared.peer.check(&program, why)?;
         state.sequence = sequence;
         state.peeked = last.wrapping_add(1);
-        state.peeks[slot] = Some(Outstanding { sequence, first, last });
-        let id = PeekId { slot, sequence };
-        Ok(Peek { id, program })
+        state.free.pop();
+        state.peeks.push_back(Outstanding {
+            slot,
+            sequence,
+            first,
+            last,
+        });
+        Ok(Peek {
+            id: PeekId { sequence },
+            program,
+        })
     }
 
     /// Takes back a peek whose byte code will not be executed any more, for example because the peer died. Returns
@@ -284,16 +306,22 @@ impl AsyncCq {
     ///
     /// If the peek is the last one, the next peek is for the same completions.
     pub fn abort_peek_cq(&self, id: PeekId) -> bool {
+        let shared = &*self.shared;
         let mut state = self.lock();
-        state.publish(&self.shared);
-        let Some(peek) = state.peeks[id.slot].filter(|peek| peek.sequence == id.sequence) else {
+        state.publish(shared);
+        let found = state.peeks.iter().position(|peek| peek.sequence == id.sequence);
+        let Some((at, peek)) = found.and_then(|at| Some((at, *state.peeks.get(at)?))) else {
             return false;
         };
-        state.peeks[id.slot] = None;
+        if shared.has_ended(&peek) {
+            return false;
+        }
+        state.peeks.remove(at);
+        state.free.push(peek.slot);
         if state.peeked == peek.last.wrapping_add(1) {
             state.peeked = peek.first;
         }
-        state.publish(&self.shared);
+        state.publish(shared);
         true
     }
 
@@ -423,6 +451,11 @@ impl Shared {
         index & self.size != 0
     }
 
+    /// Returns whether the peer has executed a peek.
+    fn has_ended(&self, peek: &Outstanding) -> bool {
+        self.record.load_dword(PEEK_WORDS + 4 * peek.slot) == peek.sequence
+    }
+
     /// Reads an entry; `None` if the NIC has not written it.
     fn entry(&self, index: u32) -> Option<[u8; cqe::BYTES]> {
         let at = self.offset(index);
@@ -476,19 +509,29 @@ impl State {
         self.dropped.retain(|dropped| is_after(dropped.until, consumed));
     }
 
-    /// Frees peeks that have ended, and writes the consumer index to the doorbell record: up to the first entry that a
-    /// peek still has to see.
-    fn publish(&mut self, shared: &Shared) {
-        let mut index = self.consumed;
-        for (slot, peek) in self.peeks.iter_mut().enumerate() {
-            let Some(Outstanding { sequence, last, .. }) = *peek else {
-                continue;
-            };
-            if shared.record.load_dword(PEEK_WORDS + 4 * slot) == sequence {
-                *peek = None;
-            } else if is_after(index, last) {
-                index = last;
+    /// Frees all peeks that have ended, also those after one that has not.
+    fn sweep(&mut self, shared: &Shared) {
+        let free = &mut self.free;
+        self.peeks.retain(|peek| {
+            let ended = shared.has_ended(peek);
+            if ended {
+                free.push(peek.slot);
             }
+            !ended
+        });
+    }
+
+    /// Frees the first peeks that have ended, and writes the consumer index to the doorbell record: up to the first entry
+    /// that a peek still has to see. Reads one word more than peeks have ended, because the record may be in an accelerator.
+    fn publish(&mut self, shared: &Shared) {
+        while let Some(peek) = self.peeks.front().filter(|peek| shared.has_ended(peek)) {
+            self.free.push(peek.slot);
+            self.peeks.pop_front();
+        }
+        let mut index = self.consumed;
+        // Peeks are for later completions than those before them.
+        if let Some(peek) = self.peeks.front().filter(|peek| is_after(index, peek.last)) {
+            index = peek.last;
         }
         if index != self.published {
             // The entries have been read before the NIC may write over them.

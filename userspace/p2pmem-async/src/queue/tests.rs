@@ -19,6 +19,8 @@ use crate::sys::HostMemory;
 use crate::wqe::{Payload, ReceiveRequest, Segment, SendOperation, SendRequest, Transport, BLOCK};
 
 const QPN: u32 = 0x1234;
+/// Peeks of a queue that have not ended.
+const PEEKS: usize = 64;
 
 fn region(kind: RegionKind, bytes: usize) -> Region {
     Region::part(kind, Arc::new(HostMemory::new(bytes).unwrap()), 0, bytes)
@@ -48,7 +50,7 @@ impl Nic {
         let cq = AsyncCq::new(
             7,
             region(RegionKind::Completions, completions as usize * 64),
-            region(RegionKind::CqRecord, CQ_RECORD_BYTES),
+            region(RegionKind::CqRecord, cq_record_bytes(PEEKS)),
             peer.clone(),
         )
         .unwrap();
@@ -384,7 +386,33 @@ fn impossible_peeks_are_refused() {
         .to_string()
         .contains("64 peeks have not ended"));
     assert!(nic.cq.abort_peek_cq(peeks[3].id));
+    let last = nic.cq.peek_cq(1).unwrap();
+    assert!(!nic.cq.abort_peek_cq(peeks[3].id));
+    assert!(nic.cq.abort_peek_cq(last.id));
     nic.cq.peek_cq(1).unwrap();
+}
+
+#[test]
+fn words_of_peeks_that_ended_out_of_order_are_reused() {
+    let mut nic = Nic::new(64, 64, 128, Peer::cpu());
+    let peeks: Vec<_> = (0..PEEKS).map(|_| nic.cq.peek_cq(1).unwrap()).collect();
+    for id in 0..2 {
+        nic.qp().post_recv(&receive(id)).unwrap();
+        assert!(nic.receive());
+    }
+    let consumer = nic.cq.regions()[1].clone();
+    let consumer_index = || consumer.load_dword(0).swap_bytes();
+    nic.run(&peeks[1].program).unwrap();
+    assert!(!nic.cq.abort_peek_cq(peeks[1].id));
+    // The first peek has not ended, so its completion is kept.
+    assert_eq!(nic.cq.poll_cq(2).unwrap().len(), 2);
+    assert_eq!(consumer_index(), 0);
+    nic.cq.peek_cq(1).unwrap();
+    let error = nic.cq.peek_cq(1).unwrap_err();
+    assert!(error.to_string().contains("64 peeks have not ended"), "{error}");
+    nic.run(&peeks[0].program).unwrap();
+    nic.cq.peek_cq(1).unwrap();
+    assert_eq!(consumer_index(), 2);
 }
 
 #[test]
@@ -499,7 +527,7 @@ fn a_completion_without_a_request_is_an_error_after_the_others() {
 
 #[test]
 fn wrong_sizes_are_refused() {
-    let record = || region(RegionKind::CqRecord, CQ_RECORD_BYTES);
+    let record = || region(RegionKind::CqRecord, cq_record_bytes(PEEKS));
     for bytes in [64 * 3, 64 * 4 + 8] {
         let entries = region(RegionKind::Completions, bytes);
         assert!(matches!(
