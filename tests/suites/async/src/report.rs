@@ -67,16 +67,17 @@ pub struct Row {
 }
 
 impl Row {
-    /// Combines the measurements of both nodes.
-    pub fn new(parameters: &Parameters, nodes: &[Measured; 2]) -> Self {
+    /// Combines the measurements of both nodes. `None` if their kernels do not count instructions.
+    pub fn new(parameters: &Parameters, nodes: &[Measured; 2]) -> Option<Self> {
         let sum = |of: fn(&Measured) -> u64| nodes.iter().map(of).sum::<u64>();
+        let instructions = nodes[0].instructions? + nodes[1].instructions?;
         // A message is sent by one node and received by the other one.
         let messages = nodes[0].messages as f64;
         let each = |of: fn(&Measured) -> u64| sum(of) as f64 / messages;
         let between = match (nodes[0].steady, nodes[1].steady) {
             (Some(a), Some(b)) => {
-                let instructions = a.instructions + b.instructions;
-                let idle = a.idle_instructions + b.idle_instructions;
+                let instructions = a.instructions? + b.instructions?;
+                let idle = a.idle_instructions? + b.idle_instructions?;
                 let messages = a.messages.min(b.messages);
                 Some(Between {
                     messages,
@@ -91,14 +92,14 @@ impl Row {
             _ => None,
         };
         let nanoseconds = nodes.iter().map(|node| node.nanoseconds).max().unwrap_or(0);
-        Self {
+        Some(Self {
             mode: parameters.driver,
             transport: parameters.transport,
             size: parameters.size,
             batch: parameters.batch,
             iterations: parameters.iterations,
             us_per_iteration: nanoseconds as f64 / 1e3 / f64::from(parameters.iterations),
-            cpu_instructions_per_message: each(|node| node.instructions),
+            cpu_instructions_per_message: instructions as f64 / messages,
             cpu_us_per_message: each(|node| node.program_instructions) / 1e3,
             trapped_per_message: each(|node| node.trapped),
             interrupts_per_message: each(|node| node.interrupts),
@@ -106,7 +107,7 @@ impl Row {
             host_payload: sum(|node| node.host_payload),
             verified: nodes.iter().all(|node| node.verified),
             between_batches: between,
-        }
+        })
     }
 
     /// Returns the name of the row.
@@ -263,7 +264,7 @@ mod tests {
         Measured {
             messages: 200,
             nanoseconds: 1_000_000,
-            instructions: 40_000,
+            instructions: Some(40_000),
             program_instructions: 20_000,
             interrupts: 0,
             trapped,
@@ -277,8 +278,8 @@ mod tests {
     fn steady(instructions: u64) -> Option<Steady> {
         Some(Steady {
             messages: 1000,
-            instructions,
-            idle_instructions: 5000,
+            instructions: Some(instructions),
+            idle_instructions: Some(5000),
             interrupts: 0,
             trapped: 1,
             host_bytes: 0,
@@ -287,10 +288,8 @@ mod tests {
 
     fn rows(device: Measured) -> Vec<Row> {
         let cpu = measured(400, 9000);
-        vec![
-            Row::new(&parameters(Driver::CpuPolling), &[cpu, cpu]),
-            Row::new(&parameters(Driver::Device), &[device, device]),
-        ]
+        let row = |driver, measured| Row::new(&parameters(driver), &[measured, measured]).unwrap();
+        vec![row(Driver::CpuPolling, cpu), row(Driver::Device, device)]
     }
 
     #[test]
