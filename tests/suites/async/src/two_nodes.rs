@@ -102,9 +102,13 @@ impl Parameters {
 pub struct Steady {
     /// Messages that were sent and received meanwhile.
     pub messages: u64,
-    /// Instructions of all tasks, if the kernel adds them up.
+    /// Instructions of the program's only thread, and of the kernel for it, from before to after it slept.
+    pub program_instructions: u64,
+    /// The same without work.
+    pub idle_program_instructions: u64,
+    /// Instructions of all tasks meanwhile, if the kernel adds them up: those of the kernel's own threads, mostly.
     pub instructions: Option<u64>,
-    /// The same while as long as nothing was submitted.
+    /// The same without work.
     pub idle_instructions: Option<u64>,
     /// Interrupts of the NIC.
     pub interrupts: u64,

@@ -17,7 +17,7 @@ use p2pmem_async::queue::{AsyncCq, QpLayout};
 use p2pmem_async::region::RegionKind;
 use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
 
-use super::usage::{Devices, Processor};
+use super::usage::{self, Devices, Processor};
 use super::{AccelMemory, Hardware, Parameters, Role, Side, Steady, Transport};
 use crate::accel::AccelExecutor;
 
@@ -197,7 +197,7 @@ impl DeviceSide {
         self.executor.submit(program)
     }
 
-    /// Submits iterations, and has the accelerator execute them.
+    /// Adds iterations to the accelerator's ring.
     fn submit(&mut self, count: u32) -> Result<()> {
         for number in 1..=count {
             let last = number == count;
@@ -210,8 +210,7 @@ impl DeviceSide {
             }
         }
         let sent = self.endpoint.qp().send_cq().peek_cq(1)?;
-        self.executor.submit(sent.program)?;
-        self.executor.start()
+        self.executor.submit(sent.program)
     }
 
     /// Sleeps until the entries before the index `end` have completed: about as long as that will take.
@@ -289,6 +288,7 @@ impl Side for DeviceSide {
             while left > 0 && submitted.len() < 2 {
                 let count = batch.min(left);
                 self.submit(count)?;
+                self.executor.start()?;
                 left -= count;
                 submitted.push_back((self.executor.next(), count));
             }
@@ -322,11 +322,17 @@ impl Side for DeviceSide {
         self.submit(count)?;
         // The last entries wait for the completion of the sends.
         let entries = self.executor.next().wrapping_sub(first) - ENTRIES_OF_PEEK;
-        // From here on, the processor has nothing to do.
         let devices = Devices::read()?;
         let begin = Processor::read()?;
         let started = self.executor.progress()?;
-        thread::sleep(time);
+        self.executor.start()?;
+        // From here on, the processor has nothing to do.
+        let sleep = || {
+            let before = usage::thread_instructions();
+            thread::sleep(time);
+            usage::thread_instructions() - before
+        };
+        let slept = sleep();
         let ended = self.executor.progress()?;
         let busy = Processor::read()?.since(begin);
         let devices = Devices::read()?.since(devices);
@@ -335,12 +341,12 @@ impl Side for DeviceSide {
         self.consume(count)?;
         // The same without work.
         let begin = Processor::read()?;
-        self.executor.progress()?;
-        thread::sleep(time);
-        self.executor.progress()?;
+        let idle_slept = sleep();
         let idle = Processor::read()?.since(begin);
         Ok(Steady {
             messages: 2 * done * u64::from(count) / u64::from(entries),
+            program_instructions: slept,
+            idle_program_instructions: idle_slept,
             instructions: busy.instructions,
             idle_instructions: idle.instructions,
             interrupts: busy.interrupts,

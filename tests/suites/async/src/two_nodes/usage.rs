@@ -34,6 +34,11 @@ fn now(clock: ClockId) -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
+/// Returns the instructions of the calling thread, and of the kernel for it.
+pub fn thread_instructions() -> u64 {
+    now(ClockId::ThreadCPUTime)
+}
+
 /// Returns the sum of the numbers in a line of `/proc/interrupts` after its name, one for each processor.
 fn interrupts_of(line: &str) -> u64 {
     let numbers = line.split_whitespace().skip(1);
