@@ -67,6 +67,9 @@ pub struct Publish {
     /// Whether buffers may be exported to importers that cannot be revoked, which can delay unbinding of the device;
     /// `None`: unchanged, initially not allowed.
     pub pinned_exports: Option<bool>,
+    /// Group whose members may attach the device's function to dma-bufs, such as the doorbell page of a NIC; `None`:
+    /// unchanged, initially nobody but processes with CAP_SYS_ADMIN.
+    pub attach_gid: Option<u32>,
     /// Unbind the device from its current driver.
     pub rebind: bool,
 }
@@ -82,6 +85,7 @@ impl Publish {
             mode: None,
             kernel_reserve: None,
             pinned_exports: None,
+            attach_gid: None,
             rebind: false,
         }
     }
@@ -314,6 +318,7 @@ impl Admin {
                 "pinned_exports",
                 publish.pinned_exports.map(|v| u32::from(v).to_string()),
             ),
+            ("attach_gid", publish.attach_gid.map(|v| v.to_string())),
             ("enable", Some("1".to_owned())),
         ];
         for (name, value) in settings {

@@ -252,6 +252,11 @@ pub struct PublishArgs {
     #[arg(long)]
     pub pinned_exports: bool,
 
+    /// Allow the members of this group, by name or number, to attach the device to dma-bufs, such as the doorbell page of a
+    /// NIC that the device drives.
+    #[arg(long, value_name = "GROUP")]
+    pub attach_gid: Option<String>,
+
     /// Unbind the device from its current driver.
     #[arg(long)]
     pub force: bool,

@@ -59,6 +59,7 @@ pub(crate) struct PublishEntry {
     mode: Option<String>,
     kernel_reserve: Option<Value>,
     pinned_exports: Option<bool>,
+    attach_gid: Option<Value>,
     /// Whether to unbind the device from its current driver.
     #[serde(default)]
     force: bool,
@@ -82,6 +83,7 @@ impl PublishEntry {
             },
             kernel_reserve: bytes(&self.kernel_reserve)?,
             pinned_exports: self.pinned_exports,
+            attach_gid: self.attach_gid.as_ref().map(|v| group(&v.text())).transpose()?,
             rebind: self.force,
             ..admin::Publish::new(context.client(&self.device)?.addr())
         })

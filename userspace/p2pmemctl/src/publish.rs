@@ -5,7 +5,7 @@
 use p2pmem::admin::{self, Admin};
 
 use crate::cli::{Mode, PublishArgs, UnpublishArgs};
-use crate::{Context, Outcome};
+use crate::{file, Context, Outcome};
 
 fn admin(context: &Context<'_>) -> Admin {
     let environment = context.environment;
@@ -24,6 +24,7 @@ pub(crate) fn publish(context: &mut Context<'_>, args: &PublishArgs) -> anyhow::
         }),
         kernel_reserve: args.kernel_reserve,
         pinned_exports: args.pinned_exports.then_some(true),
+        attach_gid: args.attach_gid.as_deref().map(file::group).transpose()?,
         rebind: args.force,
         ..admin::Publish::new(client.addr())
     };

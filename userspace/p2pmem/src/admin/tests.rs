@@ -76,6 +76,7 @@ impl Tree for FakeTree {
             "mode",
             "kernel_reserve",
             "pinned_exports",
+            "attach_gid",
             "enable",
             "status",
         ];
@@ -154,6 +155,7 @@ fn publish_and_unpublish() {
         size: Some(1 << 20),
         mode: Some(Mode::Pageless),
         pinned_exports: Some(true),
+        attach_gid: Some(44),
         ..Publish::new(ADDR)
     };
     let published = machine.admin.publish(&publish).unwrap();
@@ -166,6 +168,7 @@ fn publish_and_unpublish() {
         "size=1048576",
         "mode=pageless",
         "pinned_exports=1",
+        "attach_gid=44",
         "enable=1",
     ];
     assert_eq!(machine.log(), steps);
