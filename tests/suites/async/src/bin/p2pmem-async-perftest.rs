@@ -10,15 +10,21 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use clap::{Args, Parser, ValueEnum};
+use p2pmem::Attachment;
 use p2pmem::rdma::Nic;
 use p2pmem_async::bytecode::{Peer, Program};
-use p2pmem_async::endpoint::{Endpoint, Port};
+use p2pmem_async::endpoint::{Endpoint, EndpointOptions, Port};
 use p2pmem_async::interpreter::Interpreter;
 use p2pmem_async::memory::MemorySource;
 use p2pmem_async::wqe::Transport;
+use p2pmem_async_suite::accel::AccelExecutor;
 use p2pmem_async_suite::perftest::handshake::{Role, accept, left};
 use p2pmem_async_suite::perftest::{Local, MAX_ITERATIONS, Outcome, Test, receive, send};
+use p2pmem_async_suite::two_nodes::Hardware;
 use serde::Serialize;
+
+/// Entries of the accelerator's ring: more than one program has.
+const RING_ENTRIES: u32 = 64;
 
 /// Send messages to ib_send_bw of perftest, or receive its messages, by byte code.
 #[derive(Debug, Parser)]
@@ -47,6 +53,9 @@ struct Options {
     /// What executes the byte code.
     #[arg(long, default_value = "cpu")]
     executor: Executor,
+    /// PCI address of the accelerator.
+    #[arg(long, required_if_eq("executor", "accel"))]
+    accel: Option<String>,
     /// Time limit of the whole run in seconds.
     #[arg(long, default_value_t = 60)]
     timeout: u64,
@@ -75,8 +84,42 @@ enum TransportKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Executor {
-    /// The CPU.
+    /// The CPU. Queues and payload are in host memory.
     Cpu,
+    /// The emulated accelerator. Queues and payload are in its memory, and it rings the NIC.
+    Accel,
+}
+
+impl Executor {
+    fn peer(self) -> Peer {
+        match self {
+            Self::Cpu => Peer::cpu(),
+            Self::Accel => AccelExecutor::peer(RING_ENTRIES),
+        }
+    }
+}
+
+/// What executes programs of an endpoint. Drop it before the endpoint.
+enum Engine {
+    Cpu(Interpreter),
+    Accel {
+        // Dropped before the attachment: the accelerator stops before its access to the doorbell ends.
+        executor: Box<AccelExecutor>,
+        _attachment: Attachment,
+    },
+}
+
+impl Engine {
+    fn run(&mut self, program: &Program, deadline: Instant) -> Result<()> {
+        match self {
+            Self::Cpu(interpreter) => Ok(interpreter.run(program)?),
+            Self::Accel { executor, .. } => {
+                executor.submit(program.clone())?;
+                executor.start()?;
+                executor.finish(left(deadline)?)
+            }
+        }
+    }
 }
 
 #[derive(Debug, Serialize)]
@@ -116,19 +159,43 @@ fn run(options: &Options) -> Result<()> {
     };
     let nic = Nic::open(&options.nic)?;
     let port = Port::open(&nic)?;
-    let peer = match options.executor {
-        Executor::Cpu => Peer::cpu(),
+    // The accelerator, if there is one, and the memory for queues and payload.
+    let hardware = match (options.executor, &options.accel) {
+        (Executor::Accel, Some(accel)) => Some(Hardware::open(&options.nic, accel)?),
+        _ => None,
     };
-    let endpoint = Endpoint::new(&port, &test.endpoint_options(role, peer))?;
+    let memory = match &hardware {
+        Some(hardware) => MemorySource::Accelerator {
+            device: hardware.device.clone(),
+            near: hardware.near.clone(),
+        },
+        None => MemorySource::Host,
+    };
+    let endpoint = Endpoint::new(
+        &port,
+        &EndpointOptions {
+            queues: memory.clone(),
+            ..test.endpoint_options(role, options.executor.peer())
+        },
+    )?;
     let bytes = test.payload_bytes(role);
-    let payload = MemorySource::Host.data_memory(port.domain(), bytes as usize)?;
+    let payload = memory.data_memory(port.domain(), bytes as usize)?;
     let pattern: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
     payload.region().write(0, &pattern);
     payload.region().fence();
-    let interpreter = match options.executor {
-        Executor::Cpu => Interpreter::new(left(deadline)?).map_all(endpoint.regions()),
+    let limit = left(deadline)?;
+    let mut engine = match &hardware {
+        Some(hardware) => {
+            let (accel, device, near) = (&hardware.accel, &hardware.device, &hardware.near);
+            let mut executor = AccelExecutor::new(accel, 0, RING_ENTRIES, device, near, limit)?;
+            Engine::Accel {
+                _attachment: executor.map_endpoint(&endpoint, device)?,
+                executor: Box::new(executor),
+            }
+        }
+        None => Engine::Cpu(Interpreter::new(limit).map_all(endpoint.regions())),
     };
-    let mut execute = |program: &Program| Ok(interpreter.run(program)?);
+    let mut execute = |program: &Program| engine.run(program, deadline);
     let mut connect = |far: &_| Ok(endpoint.connect(far)?);
     let mut local = Local {
         qp: endpoint.qp(),
