@@ -22,7 +22,7 @@ use crate::wqe::{AddressVector, Transport};
 
 /// Access of the other side that queue pairs allow: local write, remote write, remote read, atomics.
 const ACCESS: u32 = 0xf;
-/// First packet number. The kernel's connection manager would choose a random one; these queue pairs are private.
+/// First packet number that this side sends. The kernel's connection manager would choose a random one.
 const PSN: u32 = 0;
 /// READs and atomics at the same time.
 const READS: u8 = 1;
@@ -131,6 +131,8 @@ pub struct Address {
     pub qkey: u32,
     /// Path MTU (`enum ib_mtu`).
     pub mtu: u8,
+    /// First packet number that this side sends, 24 bits. Connections only.
+    pub psn: u32,
 }
 
 /// A queue pair and its completion queues, one for sends and one for receives.
@@ -267,6 +269,7 @@ impl Endpoint {
             gid: self.port.gid,
             qkey: self.qkey,
             mtu: self.port.mtu,
+            psn: PSN,
         }
     }
 
@@ -283,7 +286,7 @@ impl Endpoint {
             gid: self.port.ethernet.then_some((other.gid, 0)),
             port: self.port.number,
             mtu: self.port.mtu.min(other.mtu),
-            psn: PSN,
+            psn: other.psn,
             reads: READS,
         };
         let receive = QpChange {

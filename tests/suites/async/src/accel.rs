@@ -8,12 +8,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem::{Buffer, Client, Device, Mapping, Request};
+use p2pmem::{AttachOptions, Attachment, Buffer, Client, Device, Mapping, Request};
 use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
 use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
 use p2pmem_async::bytecode::{Capabilities, Operation, Peer, Program};
-use p2pmem_async::region::{Region, Target};
+use p2pmem_async::endpoint::Endpoint;
+use p2pmem_async::region::{Region, RegionKind, Target};
 
 /// A buffer of p2pmem in the accelerator, as the memory of rings.
 #[derive(Debug)]
@@ -75,8 +76,8 @@ impl Submitted {
 /// Executes byte code in the accelerator.
 pub struct AccelExecutor {
     ring: Ring<Arc<Accel>, RingBuffer>,
-    /// Keeps the memory of the ring.
-    _buffer: Buffer,
+    /// The memory of the ring.
+    buffer: Buffer,
     /// Where the device writes timestamps: an offset in its memory.
     clock: u64,
     /// Places and lengths of regions, by the regions' numbers.
@@ -175,7 +176,7 @@ impl AccelExecutor {
         };
         Ok(Self {
             ring: Ring::new(accel.clone(), number, memory, options)?,
-            _buffer: buffer,
+            buffer,
             clock: base + area,
             places: Vec::new(),
             entries: Vec::new(),
@@ -203,6 +204,29 @@ impl AccelExecutor {
             self.places.resize(number + 1, None);
         }
         self.places[number] = Some((place, region.len()));
+    }
+
+    /// Maps the regions of an endpoint whose queues are in the accelerator's memory, and attaches the accelerator to the NIC's
+    /// doorbell page. The accelerator can ring until the attachment is dropped.
+    ///
+    /// # Errors
+    ///
+    /// The queues are somewhere else; EPERM if the administrator does not permit this process to attach the accelerator.
+    pub fn map_endpoint(&mut self, endpoint: &Endpoint, device: &Device) -> Result<Attachment> {
+        let doorbell = endpoint.export_doorbell().context("exporting the doorbell page")?;
+        // The provider is the accelerator's own function.
+        let attachment = device
+            .attach(self.buffer.provider(), &doorbell, AttachOptions::new())
+            .context("attaching the accelerator to the doorbell page")?;
+        let address = attachment.address(0, 4096).context("the doorbell page is in pieces")?;
+        for region in endpoint.regions() {
+            if region.kind() == RegionKind::Doorbell {
+                self.map_at(region, Place::Bus(address));
+            } else {
+                self.map(region)?;
+            }
+        }
+        Ok(attachment)
     }
 
     fn push(&mut self, entries: &[Entry], program: Option<Program>) -> Result<()> {

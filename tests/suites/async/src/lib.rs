@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Measurements of a device that drives the NIC.
+//! A device that drives the NIC: measurements, and programs of others as the other end.
 //!
 //! | module | contents |
 //! |---|---|
@@ -8,6 +8,7 @@
 //! | [`executor`] | executors: the CPU, and a GPU |
 //! | [`pingpong`] | the measurement with these |
 //! | [`accel`] | the executor on the emulated accelerator, in a guest |
+//! | [`perftest`] | the other end of `ib_send_bw` of perftest |
 //! | [`two_nodes`] | the measurement of two guests: driven by the processor, or by the accelerator |
 //! | [`report`], [`page`] | its report, as JSON and as an HTML page |
 
@@ -15,6 +16,7 @@ pub mod accel;
 pub mod executor;
 pub mod node;
 pub mod page;
+pub mod perftest;
 pub mod pingpong;
 pub mod report;
 pub mod two_nodes;

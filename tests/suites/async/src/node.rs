@@ -175,7 +175,17 @@ impl Node {
 
     /// Connects the queue pair.
     pub fn connect(&self, other: &Self) {
-        lock(&self.driver).connect(&self.number, other.lid, other.qp.qpn());
+        self.connect_to(other.lid, other.qp.qpn());
+    }
+
+    /// Connects the queue pair to number `qpn` of the port with a LID.
+    pub fn connect_to(&self, lid: u16, qpn: u32) {
+        lock(&self.driver).connect(&self.number, lid, qpn);
+    }
+
+    /// Returns the LID.
+    pub fn lid(&self) -> u16 {
+        self.lid
     }
 
     /// Returns the address of this node for datagrams; none for a connection.

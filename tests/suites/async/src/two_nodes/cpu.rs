@@ -248,6 +248,7 @@ impl Side for CpuSide {
             qkey: KEY,
             // Not truncated: 1 to 5.
             mtu: (self.endpoint.mtu / 128).ilog2() as u8,
+            psn: self.endpoint.psn,
         }
     }
 
@@ -260,6 +261,7 @@ impl Side for CpuSide {
                     lid: other.lid,
                     gid: other.gid,
                     qpn: other.qpn,
+                    psn: other.psn,
                     mtu: 128 << other.mtu,
                     ..own.clone()
                 };

@@ -8,13 +8,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use p2pmem::{AttachOptions, Attachment};
-use p2pmem_accel_regs::ring::Place;
+use p2pmem::Attachment;
 use p2pmem_async::endpoint::{Address, Endpoint, EndpointOptions, Port};
 use p2pmem_async::memory::{DataMemory, MemorySource};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::queue::{AsyncCq, QpLayout};
-use p2pmem_async::region::RegionKind;
 use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
 
 use super::usage::{self, Devices, Processor};
@@ -134,20 +132,7 @@ impl DeviceSide {
             &hardware.near,
             settings.limit,
         )?;
-        let doorbell = endpoint.export_doorbell().context("exporting the doorbell page")?;
-        // The provider is the accelerator's own function.
-        let attachment = hardware
-            .device
-            .attach(ones.buffer.provider(), &doorbell, AttachOptions::new())
-            .context("attaching the accelerator to the doorbell page")?;
-        let address = attachment.address(0, 4096).context("the doorbell page is in pieces")?;
-        for region in endpoint.regions() {
-            if region.kind() == RegionKind::Doorbell {
-                executor.map_at(region, Place::Bus(address));
-            } else {
-                executor.map(region)?;
-            }
-        }
+        let attachment = executor.map_endpoint(&endpoint, &hardware.device)?;
         Ok(Self {
             executor,
             attachment,
