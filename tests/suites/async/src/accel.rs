@@ -470,7 +470,8 @@ mod tests {
         };
         let stores = translated(&block, &region).unwrap();
         let word = |first: u8| u64::from_le_bytes(std::array::from_fn(|i| first + i as u8));
-        let expected = [(16, 0), (24, 8), (32, 16)].map(|(at, first)| Entry::store64(Place::Bus(0x1_0000 + at), word(first)));
+        let expected =
+            [(16, 0), (24, 8), (32, 16)].map(|(at, first)| Entry::store64(Place::Bus(0x1_0000 + at), word(first)));
         assert_eq!(stores, expected);
     }
 

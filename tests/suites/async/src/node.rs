@@ -13,9 +13,7 @@ use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use p2pmem_async::bytecode::Peer;
-use p2pmem_async::queue::{
-    AsyncCq, AsyncQp, DOORBELL_OFFSET, QP_RECORD_BYTES, QpLayout, QpParts, cq_record_bytes,
-};
+use p2pmem_async::queue::{AsyncCq, AsyncQp, DOORBELL_OFFSET, QP_RECORD_BYTES, QpLayout, QpParts, cq_record_bytes};
 use p2pmem_async::region::{Memory, Region, RegionKind};
 use p2pmem_async::wqe::{AddressVector, Segment, Transport};
 use p2pmem_ib::{Fabric, Topology};

@@ -224,7 +224,10 @@ pub fn missed(table: &[Row]) -> Vec<String> {
                 ));
             }
         }
-        for rival in table.iter().filter(|other| other.mode != Driver::Device && other.is_like(row)) {
+        for rival in table
+            .iter()
+            .filter(|other| other.mode != Driver::Device && other.is_like(row))
+        {
             let ratio = rival.trapped_per_message / row.trapped_per_message;
             if ratio < FEWER_TRAPS {
                 fail(format!(
@@ -320,8 +323,20 @@ mod tests {
         };
         assert_eq!(missed(&rows(good)), Vec::<String>::new());
         for (bad, what) in [
-            (Measured { verified: false, ..good }, "the payload is wrong"),
-            (Measured { host_payload: 1, ..good }, "bytes of payload in host"),
+            (
+                Measured {
+                    verified: false,
+                    ..good
+                },
+                "the payload is wrong",
+            ),
+            (
+                Measured {
+                    host_payload: 1,
+                    ..good
+                },
+                "bytes of payload in host",
+            ),
             (Measured { host_bytes: 64, ..good }, "accessed 128 bytes of host memory"),
             (Measured { trapped: 100, ..good }, "times fewer accesses"),
             (
@@ -331,10 +346,16 @@ mod tests {
                 },
                 "instructions for a message while the processors slept",
             ),
-            (Measured { steady: None, ..good }, "no measurement while the processors slept"),
+            (
+                Measured { steady: None, ..good },
+                "no measurement while the processors slept",
+            ),
         ] {
             let failures = missed(&rows(bad));
-            assert!(failures.iter().any(|failure| failure.contains(what)), "{what}: {failures:?}");
+            assert!(
+                failures.iter().any(|failure| failure.contains(what)),
+                "{what}: {failures:?}"
+            );
         }
     }
 }

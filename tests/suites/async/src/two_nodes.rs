@@ -350,13 +350,7 @@ mod tests {
             (Parameters { size: 130, ..good }, "a multiple of 4"),
             (Parameters { size: 8192, ..good }, "4 to 4096"),
             (Parameters { batch: 0, ..good }, "1 to 64"),
-            (
-                Parameters {
-                    iterations: 0,
-                    ..good
-                },
-                "1 to 1,000,000",
-            ),
+            (Parameters { iterations: 0, ..good }, "1 to 1,000,000"),
             (
                 Parameters {
                     driver: Driver::CpuPolling,

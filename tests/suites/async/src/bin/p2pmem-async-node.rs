@@ -11,7 +11,7 @@ use clap::{Args, Parser, Subcommand};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
 use p2pmem_async::pingpong::{accept, connect};
-use p2pmem_async_suite::two_nodes::{self, abort, Driver, Hardware, Parameters, Role, Transport};
+use p2pmem_async_suite::two_nodes::{self, Driver, Hardware, Parameters, Role, Transport, abort};
 
 /// Messages between two nodes, with a computation in the accelerator for each.
 #[derive(Parser)]

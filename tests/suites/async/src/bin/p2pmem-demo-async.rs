@@ -104,12 +104,7 @@ impl Bed {
         let device = |name: &str| devices.get(name).with_context(|| format!("no device {name}"));
         let nic = device("nic0")?.rdma.clone();
         let nic = nic.context("no driver has made an RDMA device of the NIC")?;
-        Ok([
-            "--nic".into(),
-            nic,
-            "--accel".into(),
-            device("accel0")?.bdf.clone(),
-        ])
+        Ok(["--nic".into(), nic, "--accel".into(), device("accel0")?.bdf.clone()])
     }
 
     /// Runs one measurement on both nodes.
@@ -132,7 +127,9 @@ impl Bed {
         run.push(address);
         let server = Command::new(serve).limit(LONG).listen(Listen::Tcp(PORT));
         let client = Command::new(run).limit(LONG);
-        let served = self.cluster.serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
+        let served = self
+            .cluster
+            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
         let second = self.taken(NODES[1], &server, served.server);
         let Some(first) = served.client else {
             bail!("the other node did not come up: {:?}", second.err());
@@ -195,7 +192,11 @@ fn main() -> ExitCode {
         cli.report.display(),
         cli.page.display()
     );
-    if report.passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+    if report.passed {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
 }
 
 fn work(cli: &Cli, report: &mut Report) -> Result<()> {
@@ -285,7 +286,11 @@ fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Resu
     println!("5. Take all down");
     for (number, name) in NODES.into_iter().enumerate() {
         let list: Value = serde_json::from_str(&bed.run(name, &[&ctl, "list", "--json"])?)?;
-        ensure!(list["info"]["buffers"] == 0, "buffers are left on {name}: {}", list["info"]);
+        ensure!(
+            list["info"]["buffers"] == 0,
+            "buffers are left on {name}: {}",
+            list["info"]
+        );
         let accel = bed.hardware(number)?[3].clone();
         bed.run(name, &[&ctl, "unpublish", &accel])?;
         bed.run(name, &["rmmod", "p2pmem"])?;

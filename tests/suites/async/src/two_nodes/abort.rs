@@ -96,7 +96,10 @@ fn no_message(hardware: &Hardware) -> Result<Aborted> {
     a.executor.start()?;
     let error = a.executor.finish(SOON).err().context("the poll came true")?;
     a.executor.abort(SOON)?;
-    ensure!(a.endpoint.qp().receive_cq().abort_peek_cq(peek.id), "the peek has ended");
+    ensure!(
+        a.endpoint.qp().receive_cq().abort_peek_cq(peek.id),
+        "the peek has ended"
+    );
     // The same queue pairs, in both directions.
     message(&mut b, &mut a)?;
     aborted(
@@ -115,11 +118,25 @@ fn too_long(hardware: &Hardware) -> Result<Aborted> {
     let (mut a, _b) = pair(hardware, short)?;
     let error = a.send(true).err().context("the commit was not refused")?;
     ensure!(
-        matches!(error.downcast_ref(), Some(Error::TooLong { operations: 4, limit: 3, .. })),
+        matches!(
+            error.downcast_ref(),
+            Some(Error::TooLong {
+                operations: 4,
+                limit: 3,
+                ..
+            })
+        ),
         "{error:#}"
     );
-    ensure!(a.endpoint.qp().rollback_qp().len() == 1, "the work request was not taken back");
-    aborted("byte code is longer than the accelerator's queue", error, &["4 operations"])
+    ensure!(
+        a.endpoint.qp().rollback_qp().len() == 1,
+        "the work request was not taken back"
+    );
+    aborted(
+        "byte code is longer than the accelerator's queue",
+        error,
+        &["4 operations"],
+    )
 }
 
 /// A ring without space refuses the program as a whole.
@@ -133,7 +150,11 @@ fn full_ring(hardware: &Hardware) -> Result<Aborted> {
     a.send(true)?;
     let peek = a.endpoint.qp().send_cq().peek_cq(1)?;
     let error = a.executor.submit(peek.program).err().context("the ring was not full")?;
-    aborted("the ring has no space for a program", error, &["no space for 2 entries"])
+    aborted(
+        "the ring has no space for a program",
+        error,
+        &["no space for 2 entries"],
+    )
 }
 
 /// More work requests than the completion queue has entries: refused, so that it never overruns.
@@ -175,7 +196,10 @@ fn other_side_dies(hardware: &Hardware) -> Result<Aborted> {
             && failures[1..].iter().all(|other| other.syndrome == Syndrome::Flushed),
         "{completions:?}"
     );
-    ensure!(a.endpoint.refresh()? == Some(QpState::Error), "the queue pair is not in the error state");
+    ensure!(
+        a.endpoint.refresh()? == Some(QpState::Error),
+        "the queue pair is not in the error state"
+    );
     let refused = a.send(true).err().context("a post in the error state")?;
     ensure!(
         matches!(refused.downcast_ref(), Some(Error::QueuePairError { .. })),
@@ -192,9 +216,18 @@ fn other_side_dies(hardware: &Hardware) -> Result<Aborted> {
 fn error_state(hardware: &Hardware) -> Result<Aborted> {
     let (a, _b) = pair(hardware, settings(Role::First))?;
     a.endpoint.fail("the program gave up")?;
-    let error = a.endpoint.qp().commit_qp().err().context("a commit in the error state")?;
+    let error = a
+        .endpoint
+        .qp()
+        .commit_qp()
+        .err()
+        .context("a commit in the error state")?;
     ensure!(matches!(error, Error::QueuePairError { .. }), "{error}");
-    aborted("commit on a queue pair in the error state", error, &["the program gave up"])
+    aborted(
+        "commit on a queue pair in the error state",
+        error,
+        &["the program gave up"],
+    )
 }
 
 /// The doorbell page is destroyed while the accelerator waits: its doorbell does not arrive, and nothing else is written.

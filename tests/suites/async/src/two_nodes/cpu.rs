@@ -11,7 +11,8 @@ use anyhow::{Context, Result, ensure};
 use p2pmem_async::endpoint::Address;
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_perf::sys::verbs::{
-    self, AddressHandle, BufferMemory, Completion, Completions, Datagrams, Domain, QueuePair, ROUTE_BYTES, Retries, Segment, Work,
+    self, AddressHandle, BufferMemory, Completion, Completions, Datagrams, Domain, QueuePair, ROUTE_BYTES, Retries,
+    Segment, Work,
 };
 use p2pmem_perf::wire::{Endpoint, Link, Window};
 
@@ -254,7 +255,10 @@ impl Side for CpuSide {
 
     fn connect(&mut self, other: &Address) -> Result<()> {
         let own = &self.endpoint;
-        ensure!(own.link == Link::Infiniband || matches!(self.queue, Queue::Connected(_)), "datagrams need InfiniBand");
+        ensure!(
+            own.link == Link::Infiniband || matches!(self.queue, Queue::Connected(_)),
+            "datagrams need InfiniBand"
+        );
         match &mut self.queue {
             Queue::Connected(queue) => {
                 let there = Endpoint {

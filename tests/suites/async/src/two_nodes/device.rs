@@ -167,7 +167,11 @@ impl DeviceSide {
     pub(super) fn receive(&mut self) -> Result<()> {
         let peek = self.endpoint.qp().receive_cq().peek_cq(1)?;
         self.executor.submit(peek.program)?;
-        let payload = self.data.region().bar_offset().context("the payload's place is unknown")?;
+        let payload = self
+            .data
+            .region()
+            .bar_offset()
+            .context("the payload's place is unknown")?;
         let payload = payload + u64::from(PAYLOAD);
         self.executor.add(payload, self.size.into(), self.ones.offset)
     }
@@ -239,7 +243,11 @@ impl DeviceSide {
         let qp = self.endpoint.qp();
         let take = |queue: &AsyncCq, count: u32| -> Result<()> {
             let completions = queue.poll_cq(count as usize)?;
-            ensure!(completions.len() == count as usize, "{} completions of {count}", completions.len());
+            ensure!(
+                completions.len() == count as usize,
+                "{} completions of {count}",
+                completions.len()
+            );
             for completion in completions {
                 ensure!(completion.failure.is_none(), "a work request failed: {completion:?}");
             }
@@ -302,7 +310,10 @@ impl Side for DeviceSide {
 
     fn steady(&mut self, count: u32, expected: Duration, deadline: Deadline) -> Result<Steady> {
         let time = expected + expected / 2;
-        ensure!(time < deadline.left()?, "the deadline is too early for {count} iterations");
+        ensure!(
+            time < deadline.left()?,
+            "the deadline is too early for {count} iterations"
+        );
         let first = self.executor.next();
         self.submit(count)?;
         // The last entries wait for the completion of the sends.

@@ -174,7 +174,10 @@ mod tests {
 
     #[test]
     fn interrupts_of_all_processors_are_added() {
-        assert_eq!(interrupts_of(" 24:  10  5  PCI-MSIX-0000:03:00.0 0-edge mlx5_async0"), 15);
+        assert_eq!(
+            interrupts_of(" 24:  10  5  PCI-MSIX-0000:03:00.0 0-edge mlx5_async0"),
+            15
+        );
         assert_eq!(interrupts_of(" 24: PCI-MSIX"), 0);
     }
 
