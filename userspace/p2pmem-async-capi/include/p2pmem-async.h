@@ -9,7 +9,7 @@
 
 /*
  * Functions return 0, a count or a descriptor, or a negative errno. p2pmem_async_last_error() returns a message about the
- * last failure of the calling thread. Output arguments are not written after an error.
+ * last failure of the calling thread. After an error, only the output argument failed_index is written.
  *
  * A handle may be used from any thread, but not while another thread frees or changes it. Handles may be freed in any
  * order: endpoints and memory keep the NIC open, interpreters and peeks keep memory mapped. Stop the peer first, because a
