@@ -63,6 +63,10 @@ help: ## print this list
 demo: ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
 	@tools/demo
 
+demo-async: modules user testbed ## + run the demo of accelerators that drive NICs, beside processors that do: instructions, register accesses, host bytes
+	@mkdir -p $(reports)
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo-async --module $(P2PMEM_MODULE) --report $(reports)/async.json --page $(reports)/async.html
+
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests
 
@@ -214,5 +218,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-async demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

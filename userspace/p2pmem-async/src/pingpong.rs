@@ -4,8 +4,8 @@
 //! verifies every byte.
 
 mod exchange;
-mod options;
-mod wire;
+pub mod options;
+pub mod wire;
 
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
 use std::process::ExitCode;
@@ -72,7 +72,12 @@ fn print(summary: &exchange::Summary) -> Result<()> {
     Ok(())
 }
 
-fn accept(listener: &TcpListener, deadline: Deadline) -> Result<TcpStream> {
+/// Accepts a connection.
+///
+/// # Errors
+///
+/// The deadline passed.
+pub fn accept(listener: &TcpListener, deadline: Deadline) -> Result<TcpStream> {
     listener.set_nonblocking(true)?;
     loop {
         match listener.accept() {
@@ -89,7 +94,12 @@ fn accept(listener: &TcpListener, deadline: Deadline) -> Result<TcpStream> {
     }
 }
 
-fn connect(host: &str, port: u16, deadline: Deadline) -> Result<TcpStream> {
+/// Connects to a node that serves.
+///
+/// # Errors
+///
+/// The name is unknown, or the deadline passed.
+pub fn connect(host: &str, port: u16, deadline: Deadline) -> Result<TcpStream> {
     let addresses: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
         .context("the other node's name")?

@@ -4,10 +4,17 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`node`] | a NIC in this process, with a queue pair for a peer |
-//! | [`executor`] | the executors of byte code: the CPU, and a GPU |
-//! | [`pingpong`] | the ping-pong of two nodes |
+//! | [`node`] | a NIC in this process, without a guest |
+//! | [`executor`] | executors: the CPU, and a GPU |
+//! | [`pingpong`] | the measurement with these |
+//! | [`accel`] | the executor on the emulated accelerator, in a guest |
+//! | [`two_nodes`] | the measurement of two guests: driven by the processor, or by the accelerator |
+//! | [`report`], [`page`] | its report, as JSON and as an HTML page |
 
+pub mod accel;
 pub mod executor;
 pub mod node;
+pub mod page;
 pub mod pingpong;
+pub mod report;
+pub mod two_nodes;

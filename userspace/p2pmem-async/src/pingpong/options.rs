@@ -85,11 +85,20 @@ fn size(text: &str) -> Result<u32, String> {
 
 /// The time limit of a run.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Deadline(pub(super) Instant);
+pub struct Deadline(pub(super) Instant);
 
 impl Deadline {
+    /// Returns the deadline after a time.
+    pub fn after(time: Duration) -> Self {
+        Self(Instant::now() + time)
+    }
+
     /// Returns the time that is left.
-    pub(super) fn left(self) -> Result<Duration> {
+    ///
+    /// # Errors
+    ///
+    /// The deadline passed.
+    pub fn left(self) -> Result<Duration> {
         let left = self.0.saturating_duration_since(Instant::now());
         if left.is_zero() {
             bail!("the run exceeded its time limit (--timeout)");
@@ -100,7 +109,7 @@ impl Deadline {
 
 impl Options {
     pub(super) fn deadline(&self) -> Deadline {
-        Deadline(Instant::now() + Duration::from_secs(self.timeout))
+        Deadline::after(Duration::from_secs(self.timeout))
     }
 
     pub(super) fn source(&self, kind: MemoryKind, nic: &Nic) -> Result<MemorySource> {

@@ -37,24 +37,35 @@ pub(super) struct Side {
 }
 
 /// The connection to the other node.
-pub(super) struct Wire {
+pub struct Wire {
     reader: BufReader<TcpStream>,
 }
 
 impl Wire {
-    pub(super) fn new(stream: TcpStream) -> Self {
+    /// Uses a connection.
+    pub fn new(stream: TcpStream) -> Self {
         Self {
             reader: BufReader::new(stream),
         }
     }
 
-    pub(super) fn send<T: Serialize>(&mut self, value: &T) -> Result<()> {
+    /// Sends a value.
+    ///
+    /// # Errors
+    ///
+    /// The other node ended the connection.
+    pub fn send<T: Serialize>(&mut self, value: &T) -> Result<()> {
         let line = serde_json::to_string(value)? + "\n";
         let sent = self.reader.get_mut().write_all(line.as_bytes());
         sent.context("the other node ended the connection")
     }
 
-    pub(super) fn receive<T: DeserializeOwned>(&mut self, deadline: Deadline) -> Result<T> {
+    /// Receives a value.
+    ///
+    /// # Errors
+    ///
+    /// The other node ended the connection or sent something else, or the deadline passed.
+    pub fn receive<T: DeserializeOwned>(&mut self, deadline: Deadline) -> Result<T> {
         self.reader.get_ref().set_read_timeout(Some(deadline.left()?))?;
         let mut line = String::new();
         let read = std::io::Read::take(&mut self.reader, MAX_LINE).read_line(&mut line);
@@ -65,7 +76,11 @@ impl Wire {
     }
 
     /// Waits until both nodes have called this.
-    pub(super) fn meet(&mut self, deadline: Deadline) -> Result<()> {
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Wire::receive`].
+    pub fn meet(&mut self, deadline: Deadline) -> Result<()> {
         self.send(&"ready")?;
         self.receive::<String>(deadline).map(drop)
     }

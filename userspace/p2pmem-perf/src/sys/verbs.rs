@@ -8,6 +8,7 @@
 //! error.
 
 mod completion;
+mod datagram;
 mod memory;
 mod queue_pair;
 
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use rdma_mummy_sys as ffi;
 
 pub use completion::{Completion, Completions, Failure};
+pub use datagram::{AddressHandle, Datagrams, ROUTE_BYTES};
 pub use memory::{BufferMemory, HostMemory};
 pub use queue_pair::{QueuePair, Remote, Request, Retries, Segment, Work};
 

@@ -251,6 +251,22 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         Ok(index)
     }
 
+    /// Looks for progress, so that [`Ring::free`] is up to date.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::RingStopped`] if an entry failed, and those of [`Ring::progress`].
+    pub fn refresh(&mut self) -> Result<(), Error> {
+        let progress = self.progress()?;
+        self.head = progress.head;
+        self.stopped(progress).map_or(Ok(()), Err)
+    }
+
+    /// Returns the memory.
+    pub fn memory(&self) -> &M {
+        &self.memory
+    }
+
     /// Number of entries that can be pushed without looking for progress.
     pub fn free(&self) -> u32 {
         // The device decides what the head is, so the difference can be anything.

@@ -87,11 +87,22 @@ impl QueuePair {
     ///
     /// EINVAL or ENOMEM if the NIC does not support queues of this size.
     pub fn new(domain: &Arc<Domain>, completions: &Arc<Completions>, sends: u32, receives: u32) -> io::Result<Self> {
+        let kind = ffi::ibv_qp_type::IBV_QPT_RC;
+        Self::with_type(domain, completions, kind, sends, receives)
+    }
+
+    pub(super) fn with_type(
+        domain: &Arc<Domain>,
+        completions: &Arc<Completions>,
+        kind: ffi::ibv_qp_type::Type,
+        sends: u32,
+        receives: u32,
+    ) -> io::Result<Self> {
         // SAFETY: all zeros is valid for the structure: null pointers and integers.
         let mut init: ffi::ibv_qp_init_attr = unsafe { mem::zeroed() };
         init.send_cq = completions.raw.as_ptr();
         init.recv_cq = completions.raw.as_ptr();
-        init.qp_type = ffi::ibv_qp_type::IBV_QPT_RC;
+        init.qp_type = kind;
         init.cap.max_send_wr = sends;
         init.cap.max_recv_wr = receives;
         init.cap.max_send_sge = 1;
@@ -113,6 +124,10 @@ impl QueuePair {
         unsafe { self.raw.as_ref() }.qp_num
     }
 
+    pub(super) fn raw(&self) -> *mut ffi::ibv_qp {
+        self.raw.as_ptr()
+    }
+
     /// Returns the completion queue.
     pub fn completions(&self) -> &Arc<Completions> {
         &self.completions
@@ -123,7 +138,7 @@ impl QueuePair {
         &self.domain
     }
 
-    fn modify(&self, attr: &mut ffi::ibv_qp_attr, mask: &[ffi::ibv_qp_attr_mask]) -> io::Result<()> {
+    pub(super) fn modify(&self, attr: &mut ffi::ibv_qp_attr, mask: &[ffi::ibv_qp_attr_mask]) -> io::Result<()> {
         let mask = mask.iter().fold(0, |all, one| all | one.0);
         // SAFETY: exists by the invariant; the mask names the fields that are set.
         errno(unsafe { ffi::ibv_modify_qp(self.raw.as_ptr(), attr, mask as libc::c_int) })
@@ -282,7 +297,7 @@ impl QueuePair {
     }
 }
 
-fn sge(segment: Segment) -> ffi::ibv_sge {
+pub(super) fn sge(segment: Segment) -> ffi::ibv_sge {
     ffi::ibv_sge {
         addr: segment.address,
         length: segment.bytes,

@@ -1,0 +1,466 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The executor on the emulated accelerator: byte code becomes entries of a ring of work, which the accelerator executes by
+//! itself. It polls completions in its own memory, and rings the doorbell of a NIC by its own DMA.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use p2pmem::{Buffer, Client, Device, Mapping, Request};
+use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
+use p2pmem_accel_regs::ring::{Entry, Place};
+use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
+use p2pmem_async::bytecode::{Capabilities, Operation, Peer, Program};
+use p2pmem_async::region::{Region, RegionId, Target};
+
+/// A buffer of p2pmem in the accelerator, as the memory of rings.
+#[derive(Debug)]
+struct RingBuffer {
+    mapping: Mapping,
+    /// Offset of the buffer in the accelerator's memory.
+    base: u64,
+}
+
+impl RingBuffer {
+    fn at(&self, offset: u64) -> Result<usize, driver::Error> {
+        let at = offset.checked_sub(self.base).ok_or(driver::Error::OutOfBounds)?;
+        usize::try_from(at).map_err(|_| driver::Error::OutOfBounds)
+    }
+}
+
+impl RingMemory for RingBuffer {
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), driver::Error> {
+        let at = self.at(offset)?;
+        for (number, bytes) in data.chunks(8).enumerate() {
+            let word = bytes.try_into().map_err(|_| driver::Error::OutOfBounds)?;
+            let written = self.mapping.write(at + 8 * number, u64::from_ne_bytes(word));
+            written.map_err(|_| driver::Error::OutOfBounds)?;
+        }
+        Ok(())
+    }
+
+    fn load64(&self, offset: u64) -> Result<u64, driver::Error> {
+        let word = self.mapping.read(self.at(offset)?);
+        word.map(u64::from_le).map_err(|_| driver::Error::OutOfBounds)
+    }
+}
+
+/// Entries of the ring that a program became.
+struct Submitted {
+    /// Index of the first entry, and number of entries.
+    first: u32,
+    count: u32,
+    /// `None` for a computation.
+    program: Option<Program>,
+}
+
+impl Submitted {
+    /// Describes the entry with an index; `None` if it is not one of these.
+    fn describe(&self, index: u32) -> Option<String> {
+        let mut left = index.wrapping_sub(self.first);
+        if left >= self.count {
+            return None;
+        }
+        let Some(program) = &self.program else {
+            return Some(format!("the computation at entry {index}"));
+        };
+        for (number, operation) in program.operations().iter().enumerate() {
+            let entries = entries_of(operation);
+            if left < entries {
+                return Some(format!("operation {number} ({operation})"));
+            }
+            left -= entries;
+        }
+        None
+    }
+}
+
+/// Executes byte code in the accelerator.
+pub struct AccelExecutor {
+    ring: Ring<Arc<Accel>, RingBuffer>,
+    /// Keeps the memory of the ring.
+    _buffer: Buffer,
+    /// Where the device writes timestamps: an offset in its memory.
+    clock: u64,
+    places: HashMap<RegionId, (Place, usize)>,
+    submitted: VecDeque<Submitted>,
+    last: Option<u32>,
+}
+
+/// Returns the place `offset` bytes after another one.
+fn plus(place: Place, offset: u64) -> Place {
+    match place {
+        Place::Memory(at) => Place::Memory(at + offset),
+        Place::Bus(at) => Place::Bus(at + offset),
+    }
+}
+
+/// Returns the number of entries that an operation becomes.
+fn entries_of(operation: &Operation) -> u32 {
+    match operation {
+        // Not truncated: a block has at most 1 KiB.
+        Operation::CopyBlock { data, .. } => (data.len() / 8) as u32,
+        _ => 1,
+    }
+}
+
+/// Translates an operation to entries. `place` returns where the accelerator finds a target.
+fn entries(operation: &Operation, place: impl Fn(Target, usize) -> Result<Place>) -> Result<Vec<Entry>> {
+    let Some(target) = operation.target() else {
+        return Ok(vec![Entry::fence()]);
+    };
+    let at = place(target, operation.size())?;
+    Ok(match operation {
+        Operation::StoreDword { value, .. } => vec![Entry::store32(at, *value)],
+        Operation::StoreQword { value, .. } => vec![Entry::store64(at, *value)],
+        Operation::CopyBlock { data, .. } => {
+            let words = data.chunks_exact(8).zip(0..).map(|(bytes, number)| {
+                let mut word = [0; 8];
+                word.copy_from_slice(bytes);
+                Entry::store64(plus(at, 8 * number), u64::from_le_bytes(word))
+            });
+            words.collect()
+        }
+        Operation::PollAnd { value, .. } => vec![Entry::poll_and(at, *value)],
+        Operation::PollNor { value, .. } => vec![Entry::poll_nor(at, *value)],
+        Operation::PollGeq { value, .. } => vec![Entry::poll_geq(at, *value)],
+        other => bail!("the accelerator does not know the operation {other}"),
+    })
+}
+
+impl AccelExecutor {
+    /// Describes an accelerator with a ring of `entries` as the peer of queues.
+    pub fn peer(entries: u32) -> Peer {
+        Peer::new("accelerator", Capabilities::all(), entries as usize)
+    }
+
+    /// Starts ring `number` of an accelerator, with `entries` entries in a buffer of p2pmem near a client. `limit` is the time
+    /// limit of each poll.
+    ///
+    /// # Errors
+    ///
+    /// Those of the allocation and of the ring.
+    pub fn new(
+        accel: &Arc<Accel>,
+        number: u32,
+        entries: u32,
+        device: &Device,
+        near: &Client,
+        limit: Duration,
+    ) -> Result<Self> {
+        let area = RingOptions::area(entries);
+        let request = Request::new(area + TIMESTAMP_SIZE).near([near.clone()]);
+        let buffer = device.alloc(&request).context("memory for the ring")?;
+        let base = buffer.bar_offset().context("the buffer's place is unknown")?;
+        let memory = RingBuffer {
+            mapping: buffer.map()?,
+            base,
+        };
+        let options = RingOptions {
+            poll_limit: limit,
+            ..RingOptions::new(base, entries)
+        };
+        Ok(Self {
+            ring: Ring::new(accel.clone(), number, memory, options)?,
+            _buffer: buffer,
+            clock: base + area,
+            places: HashMap::new(),
+            submitted: VecDeque::new(),
+            last: None,
+        })
+    }
+
+    /// Maps a region that is in the accelerator's memory.
+    ///
+    /// # Errors
+    ///
+    /// The region is somewhere else.
+    pub fn map(&mut self, region: &Region) -> Result<()> {
+        let offset = region.bar_offset();
+        let offset = offset.with_context(|| format!("the region {} is not in the accelerator", region.kind()))?;
+        self.map_at(region, Place::Memory(offset));
+        Ok(())
+    }
+
+    /// Maps a region to the place of its first byte.
+    pub fn map_at(&mut self, region: &Region, place: Place) {
+        self.places.insert(region.id(), (place, region.len()));
+    }
+
+    fn place(&self, target: Target, size: usize) -> Result<Place> {
+        let (place, len) = *self
+            .places
+            .get(&target.region)
+            .with_context(|| format!("the region of {target} is not mapped"))?;
+        let end = target.offset.checked_add(size as u64);
+        if end.is_none_or(|end| end > len as u64) {
+            bail!("{size} bytes at {target} exceed the {len} bytes of the region");
+        }
+        Ok(plus(place, target.offset))
+    }
+
+    fn push(&mut self, entries: &[Entry], program: Option<Program>) -> Result<()> {
+        if (self.ring.free() as usize) < entries.len() {
+            // Reads how far the accelerator is.
+            self.ring.refresh()?;
+            if (self.ring.free() as usize) < entries.len() {
+                bail!(
+                    "the ring has no space for {} entries: wait for earlier programs",
+                    entries.len()
+                );
+            }
+        }
+        let first = self.next();
+        for entry in entries {
+            self.last = Some(self.ring.push(entry)?);
+        }
+        self.submitted.push_back(Submitted {
+            first,
+            count: entries.len() as u32,
+            program,
+        });
+        Ok(())
+    }
+
+    /// Adds a program to the ring. The accelerator executes it after [`AccelExecutor::start`].
+    ///
+    /// # Errors
+    ///
+    /// A region is not mapped, a target is outside of it, or the ring has no space. Nothing of the program was added then.
+    pub fn submit(&mut self, program: Program) -> Result<()> {
+        let mut all = Vec::with_capacity(program.operations().len());
+        for (index, operation) in program.operations().iter().enumerate() {
+            let new = entries(operation, |target, size| self.place(target, size));
+            all.extend(new.with_context(|| format!("operation {index} ({operation})"))?);
+        }
+        if all.is_empty() {
+            return Ok(());
+        }
+        self.push(&all, Some(program))
+    }
+
+    /// Adds a computation: adds the f32 values at the offset `other` of the accelerator's memory to the `len` bytes of values
+    /// at `offset`.
+    ///
+    /// # Errors
+    ///
+    /// The ring has no space.
+    pub fn add(&mut self, offset: u64, len: u64, other: u64) -> Result<()> {
+        self.push(&[Entry::new(Op::AddF32, offset, len, other)], None)
+    }
+
+    /// Returns the index of the next entry.
+    pub fn next(&self) -> u32 {
+        self.last.map_or(0, |last| last.wrapping_add(1))
+    }
+
+    /// Has the accelerator execute all that was added. Writes one register.
+    ///
+    /// # Errors
+    ///
+    /// The accelerator is gone.
+    pub fn start(&mut self) -> Result<()> {
+        Ok(self.ring.doorbell()?)
+    }
+
+    /// Returns the index after the last completed entry, as the accelerator reports it in its memory.
+    ///
+    /// # Errors
+    ///
+    /// The accelerator is gone.
+    pub fn progress(&self) -> Result<u32> {
+        Ok(self.ring.progress()?.head)
+    }
+
+    /// Returns whether all entries have completed. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// An entry failed: the error names the operation.
+    pub fn is_done(&mut self) -> Result<bool> {
+        let Some(last) = self.last else { return Ok(true) };
+        let progress = self.ring.progress()?;
+        if progress.has_completed(last) {
+            self.submitted.clear();
+            return Ok(true);
+        }
+        match progress.stopped {
+            None => Ok(false),
+            // The driver reports it with the index.
+            Some(_) => self.finish(Duration::ZERO).map(|()| true),
+        }
+    }
+
+    /// Waits until all entries have completed.
+    ///
+    /// # Errors
+    ///
+    /// An entry failed, or the limit passed: the error names the operation.
+    pub fn finish(&mut self, limit: Duration) -> Result<()> {
+        let Some(last) = self.last else { return Ok(()) };
+        match self.ring.wait(last, limit) {
+            Ok(()) => {
+                self.submitted.clear();
+                Ok(())
+            }
+            Err(driver::Error::RingStopped { index, status, .. }) => Err(self.failure(index, status)),
+            Err(error) => {
+                let index = self.progress()?;
+                Err(self.failure(index, error))
+            }
+        }
+    }
+
+    /// Describes the failure of an entry.
+    fn failure(&self, index: u32, why: impl std::fmt::Display) -> anyhow::Error {
+        let found = self.submitted.iter().find_map(|submitted| submitted.describe(index));
+        anyhow!("{} failed: {why}", found.unwrap_or_else(|| format!("entry {index}")))
+    }
+
+    /// Stops the ring, and drops all that was added. The accelerator does no more accesses afterwards.
+    ///
+    /// # Errors
+    ///
+    /// The accelerator does not stop within the limit.
+    pub fn abort(&mut self, limit: Duration) -> Result<()> {
+        self.ring.reset(limit)?;
+        self.submitted.clear();
+        self.last = None;
+        Ok(())
+    }
+
+    /// Returns the accelerator's clock in nanoseconds, after all that was added before has completed.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`AccelExecutor::finish`].
+    pub fn clock(&mut self, limit: Duration) -> Result<u64> {
+        self.push(&[Entry::timestamp(self.clock, 0)], None)?;
+        self.start()?;
+        self.finish(limit)?;
+        Ok(self.ring.memory().load64(self.clock)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use p2pmem_async::region::RegionKind;
+    use p2pmem_async::sys::HostMemory;
+
+    use super::*;
+
+    fn region() -> Region {
+        Region::new(RegionKind::Data, Arc::new(HostMemory::new(4096).unwrap()))
+    }
+
+    fn translated(operation: &Operation) -> Vec<Entry> {
+        entries(operation, |target, _| Ok(Place::Bus(0x1_0000 + target.offset))).unwrap()
+    }
+
+    #[test]
+    fn each_operation_becomes_an_entry_at_its_place() {
+        let region = region();
+        let at = |offset: u64| Place::Bus(0x1_0000 + offset);
+        let target = |offset| region.target(offset);
+        for (operation, entry) in [
+            (Operation::Fence, Entry::fence()),
+            (
+                Operation::StoreDword {
+                    target: target(4),
+                    value: 7,
+                },
+                Entry::store32(at(4), 7),
+            ),
+            (
+                Operation::StoreQword {
+                    target: target(0x800),
+                    value: u64::MAX,
+                },
+                Entry::store64(at(0x800), u64::MAX),
+            ),
+            (
+                Operation::PollAnd {
+                    target: target(60),
+                    value: 1 << 24,
+                },
+                Entry::poll_and(at(60), 1 << 24),
+            ),
+            (
+                Operation::PollNor {
+                    target: target(60),
+                    value: !(1 << 24),
+                },
+                Entry::poll_nor(at(60), !(1 << 24)),
+            ),
+            (
+                Operation::PollGeq {
+                    target: target(8),
+                    value: 3,
+                },
+                Entry::poll_geq(at(8), 3),
+            ),
+        ] {
+            assert_eq!(translated(&operation), [entry], "{operation}");
+        }
+    }
+
+    #[test]
+    fn a_block_becomes_stores_of_8_bytes() {
+        let region = region();
+        let data: Vec<u8> = (0..24).collect();
+        let stores = translated(&Operation::CopyBlock {
+            target: region.target(16),
+            data,
+        });
+        let word = |first: u8| u64::from_le_bytes(std::array::from_fn(|i| first + i as u8));
+        let expected = [(16, 0), (24, 8), (32, 16)].map(|(at, first)| Entry::store64(Place::Bus(0x1_0000 + at), word(first)));
+        assert_eq!(stores, expected);
+    }
+
+    #[test]
+    fn a_failed_entry_is_described_by_its_operation() {
+        let region = region();
+        let mut program = Program::new();
+        for operation in [
+            Operation::Fence,
+            Operation::CopyBlock {
+                target: region.target(0),
+                data: vec![0; 24],
+            },
+            Operation::PollGeq {
+                target: region.target(64),
+                value: 9,
+            },
+        ] {
+            program.push(operation).unwrap();
+        }
+        let submitted = Submitted {
+            first: u32::MAX,
+            count: 5,
+            program: Some(program),
+        };
+        let described = |index| submitted.describe(index);
+        assert_eq!(described(u32::MAX).unwrap(), "operation 0 (FENCE)");
+        assert!(described(2).unwrap().starts_with("operation 1 (COPY_BLOCK"));
+        assert!(described(3).unwrap().starts_with("operation 2 (POLL_GEQ"));
+        assert_eq!((described(4), described(u32::MAX - 1)), (None, None));
+        let computation = Submitted {
+            first: 7,
+            count: 1,
+            program: None,
+        };
+        assert_eq!(computation.describe(7).unwrap(), "the computation at entry 7");
+    }
+
+    #[test]
+    fn an_unknown_place_is_an_error() {
+        let region = region();
+        let operation = Operation::StoreDword {
+            target: region.target(0),
+            value: 1,
+        };
+        assert!(entries(&operation, |_, _| bail!("not mapped")).is_err());
+    }
+}

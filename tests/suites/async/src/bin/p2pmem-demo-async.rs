@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Measures accelerators that drive NICs, beside processors that do: boots two guests with the stock kernel, lets them send
+//! messages to each other, and reports instructions, accesses to registers, and bytes of host memory for each message.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::{Parser, ValueEnum};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use p2pmem_async_suite::page::page;
+use p2pmem_async_suite::report::{Aborted, RealGpu, Report, Row, missed};
+use p2pmem_async_suite::two_nodes::{Driver, Measured, Parameters, Transport};
+use p2pmem_guest::devices::{self, Devices};
+use p2pmem_guest::wire::Listen;
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::command::{Command, Outcome, Status};
+use p2pmem_vm::kernel;
+use p2pmem_vm::topology::Layout;
+use p2pmem_vm::vm::{Options, sibling, topologies};
+use serde_json::Value;
+
+/// The nodes.
+const NODES: [&str; 2] = ["a", "b"];
+/// TCP port of the node that waits.
+const PORT: u16 = 18540;
+/// The time limit of a short command, and of a measurement.
+const SHORT: Duration = Duration::from_secs(60);
+const LONG: Duration = Duration::from_secs(180);
+/// Iterations of a batch.
+const BATCH: u32 = 20;
+/// Iterations that the accelerator executes while the processor sleeps.
+const STEADY: u32 = 1000;
+
+/// Measures accelerators that drive NICs, beside processors that do.
+///
+/// Exit codes: 0 all aims are met, 1 one is not or something failed, 2 bad usage.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// The module, for the stock kernel
+    #[arg(long, value_name = "PATH")]
+    module: PathBuf,
+    /// Where the report goes, as JSON
+    #[arg(long, value_name = "PATH")]
+    report: PathBuf,
+    /// Where the report goes as an HTML page
+    #[arg(long, value_name = "PATH")]
+    page: PathBuf,
+    /// Divide the numbers of iterations
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=100))]
+    shorter: u32,
+}
+
+/// Returns the messages of each measurement: transport, bytes, iterations.
+fn messages(shorter: u32) -> Vec<(Transport, u32, u32)> {
+    [
+        (Transport::Rc, 128, 10_000),
+        (Transport::Ud, 128, 10_000),
+        (Transport::Rc, 64 << 10, 1000),
+        (Transport::Rc, 1 << 20, 100),
+    ]
+    .map(|(transport, size, iterations)| (transport, size, (iterations / shorter).max(1)))
+    .into()
+}
+
+struct Bed {
+    cluster: Cluster,
+    devices: Vec<Devices>,
+    findings: Vec<String>,
+    node: String,
+}
+
+impl Bed {
+    /// Checks the outcome of a command. Returns its standard output.
+    fn taken(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
+        self.findings
+            .extend(outcome.findings.iter().map(|line| format!("{name}: {line}")));
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
+        ensure!(
+            outcome.status == (Status::Exited { code: 0 }),
+            "{name}# {}: {:?}\n{}\n{}",
+            command.argv.join(" "),
+            outcome.status,
+            text(&outcome.stdout),
+            text(&outcome.stderr)
+        );
+        Ok(text(&outcome.stdout))
+    }
+
+    fn run(&mut self, name: &str, argv: &[&str]) -> Result<String> {
+        let command = Command::new(argv.iter().copied()).limit(SHORT);
+        let outcome = self.cluster.exec(name, &command)?;
+        self.taken(name, &command, outcome)
+    }
+
+    /// Returns the options that name the devices of a node.
+    fn hardware(&self, number: usize) -> Result<[String; 4]> {
+        let devices = self.devices.get(number).context("an unknown node")?;
+        let device = |name: &str| devices.get(name).with_context(|| format!("no device {name}"));
+        let nic = device("nic0")?.rdma.clone();
+        let nic = nic.context("no driver has made an RDMA device of the NIC")?;
+        Ok([
+            "--nic".into(),
+            nic,
+            "--accel".into(),
+            device("accel0")?.bdf.clone(),
+        ])
+    }
+
+    /// Runs one measurement on both nodes.
+    fn measure(&mut self, parameters: &Parameters) -> Result<Row> {
+        let address = self.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"])?;
+        let mut serve = vec![self.node.clone(), "serve".into()];
+        serve.extend(self.hardware(1)?);
+        let mut run = vec![self.node.clone(), "run".into()];
+        run.extend(self.hardware(0)?);
+        for (option, value) in [
+            ("--driver", word(&parameters.driver)),
+            ("--transport", word(&parameters.transport)),
+            ("--size", parameters.size.to_string()),
+            ("--batch", parameters.batch.to_string()),
+            ("--iterations", parameters.iterations.to_string()),
+            ("--steady", parameters.steady.to_string()),
+        ] {
+            run.extend([option.to_owned(), value]);
+        }
+        run.push(address);
+        let server = Command::new(serve).limit(LONG).listen(Listen::Tcp(PORT));
+        let client = Command::new(run).limit(LONG);
+        let served = self.cluster.serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
+        let second = self.taken(NODES[1], &server, served.server);
+        let Some(first) = served.client else {
+            bail!("the other node did not come up: {:?}", second.err());
+        };
+        // The error of the node that starts names the cause, also if the other one caused it.
+        let first = self.taken(NODES[0], &client, first)?;
+        let parse = |text: &str| serde_json::from_str::<Measured>(text).with_context(|| format!("output {text:?}"));
+        Ok(Row::new(parameters, &[parse(&first)?, parse(&second?)?]))
+    }
+}
+
+/// Returns a value of an option as the command line has it.
+fn word(value: &impl ValueEnum) -> String {
+    let value = value.to_possible_value();
+    value.map(|value| value.get_name().to_owned()).unwrap_or_default()
+}
+
+fn main() -> ExitCode {
+    let started = Instant::now();
+    let cli = Cli::parse();
+    let mut report = Report {
+        passed: false,
+        failures: Vec::new(),
+        kernel_release: String::new(),
+        table: Vec::new(),
+        aborted: Vec::new(),
+        real_gpu: RealGpu {
+            device: None,
+            table: Value::Null,
+            why: None,
+        },
+        seconds: 0.0,
+    };
+    // If this run is killed, an earlier report must not pass for its report.
+    for path in [&cli.report, &cli.page] {
+        let _ = fs::remove_file(path);
+    }
+    match work(&cli, &mut report) {
+        Ok(()) => report.failures.extend(missed(&report.table)),
+        Err(error) => report.failures.push(format!("{error:#}")),
+    }
+    report.passed = report.failures.is_empty();
+    report.seconds = started.elapsed().as_secs_f64();
+    println!();
+    for failure in &report.failures {
+        println!("FAILED: {failure}");
+    }
+    let written = report
+        .write(&cli.report)
+        .and_then(|()| fs::write(&cli.page, page(&report)).with_context(|| cli.page.display().to_string()));
+    if let Err(error) = written {
+        println!("The report could not be written: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    println!(
+        "{} in {:.1} s on a stock kernel {}. Report: {}, with bar charts: {}",
+        if report.passed { "PASSED" } else { "FAILED" },
+        report.seconds,
+        report.kernel_release,
+        cli.report.display(),
+        cli.page.display()
+    );
+    if report.passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn work(cli: &Cli, report: &mut Report) -> Result<()> {
+    let module = fs::canonicalize(&cli.module)
+        .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
+    report.kernel_release = kernel::release()?;
+    let layout = Layout::load(&topologies().join("async.toml"))?;
+    println!("1. Boot: {}", layout.description);
+    let cluster = Cluster::boot(&layout, &Options::default())?;
+    println!("   ready after {:.1} s", cluster.boot_time().as_secs_f64());
+    let mut bed = Bed {
+        cluster,
+        devices: Vec::new(),
+        findings: Vec::new(),
+        node: utf8(&sibling("p2pmem-async-node")?)?.to_owned(),
+    };
+    let worked = measure(cli, &module, &mut bed, report);
+    let Bed {
+        cluster, mut findings, ..
+    } = bed;
+    match cluster.shut_down() {
+        Ok(late) => findings.extend(late),
+        Err(error) => report.failures.push(format!("the guests' end: {error:#}")),
+    }
+    report
+        .failures
+        .extend(findings.iter().map(|line| format!("kernel log: {line}")));
+    worked?;
+    report.real_gpu = real_gpu()?;
+    Ok(())
+}
+
+fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Result<()> {
+    println!("2. Load the module, and publish the accelerators; pinned exports are permitted for queues");
+    let ctl = tool("p2pmemctl")?;
+    for name in NODES {
+        let release = bed.cluster.node(name)?.release().to_owned();
+        ensure!(
+            release == report.kernel_release,
+            "kernel {release} runs on {name}, not the installed {}",
+            report.kernel_release
+        );
+        let text = bed.run(name, &["cat", devices::FILE])?;
+        bed.devices.push(serde_json::from_str(&text).context(devices::FILE)?);
+        // IP over InfiniBand sends messages of its own, which are in host memory.
+        bed.run(name, &["sh", "-c", "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib"])?;
+        bed.run(name, &["insmod", utf8(module)?])?;
+        let accel = bed.hardware(bed.devices.len() - 1)?[3].clone();
+        bed.run(
+            name,
+            &[&ctl, "publish", &accel, "--kernel-reserve", "0", "--pinned-exports"],
+        )?;
+    }
+
+    println!("3. Messages: receive, compute, send");
+    for (transport, size, iterations) in messages(cli.shorter) {
+        for driver in [Driver::CpuPolling, Driver::CpuEvents, Driver::Device] {
+            let steady = match driver {
+                Driver::Device if size == 128 => STEADY,
+                _ => 0,
+            };
+            let row = bed.measure(&Parameters {
+                driver,
+                transport,
+                size,
+                batch: BATCH,
+                iterations,
+                steady,
+            })?;
+            println!("   {}: {:.1} us per iteration", row.name(), row.us_per_iteration);
+            report.table.push(row);
+        }
+    }
+    print(&report.table);
+
+    println!("4. Runs that end in the middle");
+    let mut abort = vec![bed.node.clone(), "abort".into()];
+    abort.extend(bed.hardware(0)?);
+    let argv: Vec<&str> = abort.iter().map(String::as_str).collect();
+    let text = bed.run(NODES[0], &argv)?;
+    let aborted: Vec<Aborted> = serde_json::from_str(&text).context("output of p2pmem-async-node abort")?;
+    for aborted in &aborted {
+        println!("   {}: {}", aborted.case, aborted.error);
+    }
+    report.aborted = aborted;
+
+    println!("5. Take all down");
+    for (number, name) in NODES.into_iter().enumerate() {
+        let list: Value = serde_json::from_str(&bed.run(name, &[&ctl, "list", "--json"])?)?;
+        ensure!(list["info"]["buffers"] == 0, "buffers are left on {name}: {}", list["info"]);
+        let accel = bed.hardware(number)?[3].clone();
+        bed.run(name, &[&ctl, "unpublish", &accel])?;
+        bed.run(name, &["rmmod", "p2pmem"])?;
+    }
+    Ok(())
+}
+
+/// Measures a GPU of this machine, if it has one.
+fn real_gpu() -> Result<RealGpu> {
+    let program = sibling("p2pmem-async-gpu")?;
+    let output = std::process::Command::new(&program)
+        .args(["--executor", "kernel"])
+        .output()
+        .with_context(|| program.display().to_string())?;
+    if !output.status.success() {
+        let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        return Ok(RealGpu {
+            device: None,
+            table: Value::Null,
+            why: Some(why),
+        });
+    }
+    let value: Value = serde_json::from_slice(&output.stdout).context("output of p2pmem-async-gpu")?;
+    Ok(RealGpu {
+        device: value["device"].as_str().map(str::to_owned),
+        table: value["table"].clone(),
+        why: None,
+    })
+}
+
+fn tool(name: &str) -> Result<String> {
+    let path = match std::env::var_os("P2PMEM_BIN") {
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => sibling(name)?,
+    };
+    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
+    Ok(utf8(&path)?.to_owned())
+}
+
+fn utf8(path: &Path) -> Result<&str> {
+    path.to_str()
+        .with_context(|| format!("{} is not UTF-8", path.display()))
+}
+
+/// Prints the rows as a table.
+fn print(rows: &[Row]) {
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header([
+        "DRIVEN BY",
+        "US/ITERATION",
+        "INSTRUCTIONS",
+        "CPU US",
+        "REGISTERS",
+        "INTERRUPTS",
+        "HOST BYTES",
+        "VERIFIED",
+    ]);
+    for column in 1..=6 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for row in rows {
+        table.add_row([
+            row.name(),
+            format!("{:.1}", row.us_per_iteration),
+            format!("{:.0}", row.cpu_instructions_per_message),
+            format!("{:.1}", row.cpu_us_per_message),
+            format!("{:.2}", row.trapped_per_message),
+            format!("{:.2}", row.interrupts_per_message),
+            row.host_bytes.to_string(),
+            if row.verified { "yes" } else { "NO" }.into(),
+        ]);
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    println!("   Numbers are those of both nodes for each message; host bytes are those of all messages.");
+    for line in table.trim_fmt().lines() {
+        println!("   {line}");
+    }
+    for row in rows {
+        if let Some(between) = &row.between_batches {
+            println!(
+                "   {}: while the processors slept, {} messages, {:.1} instructions for each, {} interrupts of the NICs, {} register \
+                 accesses, {} bytes of host memory",
+                row.name(),
+                between.messages,
+                between.cpu_instructions_per_message,
+                between.nic_interrupts,
+                between.trapped,
+                between.host_bytes
+            );
+        }
+    }
+}

@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Byte code that ends in the middle: what the processor sees, and that everything can be released and used again. A NIC sends
+//! to itself, from one queue pair to another one; the accelerator drives both by a ring each.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem::AttachmentState;
+use p2pmem_async::Error;
+use p2pmem_async::cqe::{OWNER, Syndrome};
+use p2pmem_async::pingpong::options::Deadline;
+use p2pmem_async::region::RegionKind;
+use p2pmem_async::sys::uverbs::QpState;
+
+use super::device::{DeviceSide, Settings};
+use super::usage::Devices;
+use super::{Hardware, Role, Side, Transport};
+use crate::report::Aborted;
+
+/// The time limit of a poll that must not come true, and of one that must.
+const NEVER: Duration = Duration::from_millis(50);
+const SOON: Duration = Duration::from_secs(30);
+/// Receives of each queue pair.
+const RECEIVES: u32 = 4;
+
+fn settings(role: Role) -> Settings {
+    Settings {
+        transport: Transport::Rc,
+        role,
+        size: 128,
+        ring: match role {
+            Role::First => 1,
+            Role::Second => 2,
+        },
+        entries: 64,
+        operations: 64,
+        queue: 16,
+        completions: 32,
+        limit: SOON,
+    }
+}
+
+/// Creates two sides that are connected with each other.
+fn pair(hardware: &Hardware, first: Settings) -> Result<(DeviceSide, DeviceSide)> {
+    let a = DeviceSide::with(hardware, &first)?;
+    let b = DeviceSide::with(hardware, &settings(Role::Second))?;
+    a.receives(RECEIVES)?;
+    b.receives(RECEIVES)?;
+    a.endpoint.connect(&b.address())?;
+    b.endpoint.connect(&a.address())?;
+    Ok((a, b))
+}
+
+/// Sends a message from `a` to `b`, by the accelerator.
+fn message(a: &mut DeviceSide, b: &mut DeviceSide) -> Result<()> {
+    b.receive()?;
+    b.executor.start()?;
+    a.send(true)?;
+    let sent = a.endpoint.qp().send_cq().peek_cq(1)?;
+    a.executor.submit(sent.program)?;
+    a.executor.start()?;
+    a.executor.finish(SOON)?;
+    b.executor.finish(SOON)?;
+    for (queue, count) in [(a.endpoint.qp().send_cq(), 1), (b.endpoint.qp().receive_cq(), 1)] {
+        let completions = queue.poll_cq(usize::MAX)?;
+        ensure!(
+            completions.len() == count && completions[0].failure.is_none(),
+            "{completions:?}"
+        );
+    }
+    b.receives(1)
+}
+
+/// Checks that an error says `words`.
+fn aborted(case: &str, error: impl std::fmt::Display, words: &[&str]) -> Result<Aborted> {
+    let error = error.to_string();
+    for word in words {
+        ensure!(error.contains(word), "{case}: the error does not say {word:?}: {error}");
+    }
+    Ok(Aborted {
+        case: case.to_owned(),
+        error,
+    })
+}
+
+/// A message that never comes: the ring stops at the poll, and works again after an abort.
+fn no_message(hardware: &Hardware) -> Result<Aborted> {
+    let short = Settings {
+        limit: NEVER,
+        ..settings(Role::First)
+    };
+    let (mut a, mut b) = pair(hardware, short)?;
+    let peek = a.endpoint.qp().receive_cq().peek_cq(1)?;
+    a.executor.submit(peek.program)?;
+    a.executor.start()?;
+    let error = a.executor.finish(SOON).err().context("the poll came true")?;
+    a.executor.abort(SOON)?;
+    ensure!(a.endpoint.qp().receive_cq().abort_peek_cq(peek.id), "the peek has ended");
+    // The same queue pairs, in both directions.
+    message(&mut b, &mut a)?;
+    aborted(
+        "the accelerator waits for a message that never comes",
+        error,
+        &["operation 0 (POLL_", "completions", "time limit"],
+    )
+}
+
+/// More operations than the executor takes: the commit is refused, and the work request can be taken back.
+fn too_long(hardware: &Hardware) -> Result<Aborted> {
+    let short = Settings {
+        operations: 3,
+        ..settings(Role::First)
+    };
+    let (mut a, _b) = pair(hardware, short)?;
+    let error = a.send(true).err().context("the commit was not refused")?;
+    ensure!(
+        matches!(error.downcast_ref(), Some(Error::TooLong { operations: 4, limit: 3, .. })),
+        "{error:#}"
+    );
+    ensure!(a.endpoint.qp().rollback_qp().len() == 1, "the work request was not taken back");
+    aborted("byte code is longer than the accelerator's queue", error, &["4 operations"])
+}
+
+/// A ring without space refuses the program as a whole.
+fn full_ring(hardware: &Hardware) -> Result<Aborted> {
+    let small = Settings {
+        entries: 4,
+        ..settings(Role::First)
+    };
+    let (mut a, _b) = pair(hardware, small)?;
+    // Four entries, which are not started.
+    a.send(true)?;
+    let peek = a.endpoint.qp().send_cq().peek_cq(1)?;
+    let error = a.executor.submit(peek.program).err().context("the ring was not full")?;
+    aborted("the ring has no space for a program", error, &["no space for 2 entries"])
+}
+
+/// More work requests than the completion queue has entries: refused, so that it never overruns.
+fn overrun(hardware: &Hardware) -> Result<Aborted> {
+    let few = Settings {
+        completions: 4,
+        ..settings(Role::First)
+    };
+    let (mut a, _b) = pair(hardware, few)?;
+    for _ in 0..4 {
+        a.send(true)?;
+    }
+    let error = a.send(true).err().context("the completion queue can overrun")?;
+    ensure!(
+        matches!(error.downcast_ref(), Some(Error::CompletionQueueFull { size: 4, .. })),
+        "{error:#}"
+    );
+    aborted("more work requests than completions fit", error, &["completion queue"])
+}
+
+/// The other queue pair is destroyed in the middle of a batch: the NIC gives up, and the processor sees which work request
+/// failed.
+fn other_side_dies(hardware: &Hardware) -> Result<Aborted> {
+    let (mut a, b) = pair(hardware, settings(Role::First))?;
+    drop(b);
+    for _ in 0..3 {
+        a.send(true)?;
+    }
+    // A failure is a completion, too, so the byte code ends.
+    let sent = a.endpoint.qp().send_cq().peek_cq(3)?;
+    a.executor.submit(sent.program)?;
+    a.executor.start()?;
+    a.executor.finish(SOON)?;
+    let completions = a.endpoint.qp().send_cq().poll_cq(usize::MAX)?;
+    let failures: Vec<_> = completions.iter().filter_map(|done| done.failure).collect();
+    ensure!(
+        failures.len() == 3
+            && failures[0].syndrome == Syndrome::RetryExceeded
+            && failures[1..].iter().all(|other| other.syndrome == Syndrome::Flushed),
+        "{completions:?}"
+    );
+    ensure!(a.endpoint.refresh()? == Some(QpState::Error), "the queue pair is not in the error state");
+    let refused = a.send(true).err().context("a post in the error state")?;
+    ensure!(
+        matches!(refused.downcast_ref(), Some(Error::QueuePairError { .. })),
+        "{refused:#}"
+    );
+    aborted(
+        "the other side dies in the middle of a batch",
+        format!("{}; afterwards: {refused}", failures[0]),
+        &["retr", "error state"],
+    )
+}
+
+/// The processor ends the queue pair between post and commit: the commit is refused with the reason.
+fn error_state(hardware: &Hardware) -> Result<Aborted> {
+    let (a, _b) = pair(hardware, settings(Role::First))?;
+    a.endpoint.fail("the program gave up")?;
+    let error = a.endpoint.qp().commit_qp().err().context("a commit in the error state")?;
+    ensure!(matches!(error, Error::QueuePairError { .. }), "{error}");
+    aborted("commit on a queue pair in the error state", error, &["the program gave up"])
+}
+
+/// The doorbell page is destroyed while the accelerator waits: its doorbell does not arrive, and nothing else is written.
+fn doorbell_revoked(hardware: &Hardware) -> Result<Aborted> {
+    let (mut a, b) = pair(hardware, settings(Role::First))?;
+    let peek = a.endpoint.qp().receive_cq().peek_cq(1)?;
+    let completions = a
+        .endpoint
+        .qp()
+        .receive_cq()
+        .regions()
+        .into_iter()
+        .find(|region| region.kind() == RegionKind::Completions)
+        .context("a completion queue without entries")?
+        .clone();
+    // The memory of the queues stays for the accelerator.
+    let kept: Vec<_> = a.endpoint.regions().cloned().collect();
+    a.executor.submit(peek.program)?;
+    a.send(true)?;
+    a.executor.start()?;
+    let before = Devices::read()?;
+    let DeviceSide {
+        mut executor,
+        attachment,
+        endpoint,
+        ..
+    } = a;
+    drop(endpoint);
+    let state = attachment.state()?;
+    ensure!(
+        matches!(state, AttachmentState::Stopped | AttachmentState::Revoked),
+        "the attachment is {state:?}"
+    );
+    // What the accelerator waits for: an entry with the owner bit of the first lap.
+    let entry = completions.load_dword(60);
+    completions.store_dword(60, entry & !OWNER);
+    completions.fence();
+    let error = executor.finish(SOON).err().context("the doorbell was written")?;
+    let devices = Devices::read()?.since(before);
+    ensure!(devices.rung == 0, "{} doorbells were rung", devices.rung);
+    drop((executor, attachment, kept, b));
+    aborted(
+        "the doorbell page is destroyed while the accelerator waits",
+        format!("{error}; access to the doorbell: {state:?}"),
+        &["operation 3 (STORE_QWORD doorbell"],
+    )
+}
+
+/// Runs all cases. Each uses the devices after the one before.
+///
+/// # Errors
+///
+/// A case did not end as it must.
+pub fn run(hardware: &Hardware, deadline: Deadline) -> Result<Vec<Aborted>> {
+    let mut all = Vec::new();
+    for case in [
+        no_message,
+        too_long,
+        full_ring,
+        overrun,
+        error_state,
+        other_side_dies,
+        doorbell_revoked,
+        // After a revocation, the accelerator rings again.
+        no_message,
+    ] {
+        deadline.left()?;
+        all.push(case(hardware)?);
+    }
+    all.pop();
+    let left = hardware.device.info()?.buffers;
+    ensure!(left == 0, "{left} buffers are left");
+    Ok(all)
+}

@@ -1,0 +1,337 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A side that the accelerator drives: queues, completions, doorbell records, and payload are in its memory, and it rings the
+//! NIC's doorbell by its own DMA. The processor posts work requests, submits byte code, and sleeps.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use p2pmem::{AttachOptions, Attachment};
+use p2pmem_accel_regs::ring::Place;
+use p2pmem_async::endpoint::{Address, Endpoint, EndpointOptions, Port};
+use p2pmem_async::memory::{DataMemory, MemorySource};
+use p2pmem_async::pingpong::options::Deadline;
+use p2pmem_async::queue::{AsyncCq, QpLayout};
+use p2pmem_async::region::RegionKind;
+use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
+
+use super::usage::{Devices, Processor};
+use super::{AccelMemory, Hardware, Parameters, Role, Side, Steady, Transport};
+use crate::accel::AccelExecutor;
+
+/// Largest number of iterations that are submitted at once.
+pub const MAX_STEADY: u32 = 1000;
+/// Entries of each queue. A datagram takes two blocks of the send queue.
+const QUEUE: u32 = 4096;
+/// Entries of the ring: an iteration takes 8.
+const ENTRIES: u32 = 16384;
+/// Entries that wait for a completion.
+const ENTRIES_OF_PEEK: u32 = 2;
+/// Receives that are posted: for what was submitted, and for what the other node submits meanwhile.
+const RECEIVES: u32 = 2 * MAX_STEADY;
+/// Bytes before the payload of a datagram, for its route.
+const ROUTE: u32 = 40;
+/// Offset of the payload in its memory. The route of a datagram is before it.
+const PAYLOAD: u32 = 64;
+/// The time limit of each poll.
+const POLL_LIMIT: Duration = Duration::from_secs(20);
+/// Shortest and longest time between two looks at the accelerator's progress.
+const LOOK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(20));
+
+/// How a side is created.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Settings {
+    pub(super) transport: Transport,
+    pub(super) role: Role,
+    /// Bytes of a message.
+    pub(super) size: u32,
+    /// Number of the accelerator's ring, and of its entries.
+    pub(super) ring: u32,
+    pub(super) entries: u32,
+    /// Largest program that the queue pair gives.
+    pub(super) operations: u32,
+    /// Entries of the queues and of each completion queue.
+    pub(super) queue: u32,
+    pub(super) completions: u32,
+    /// The time limit of each poll.
+    pub(super) limit: Duration,
+}
+
+/// A side that the accelerator drives.
+pub struct DeviceSide {
+    // Fields are dropped in this order: the accelerator stops, and its access to the doorbell ends, before the queue pair.
+    pub(super) executor: AccelExecutor,
+    pub(super) attachment: Attachment,
+    pub(super) endpoint: Endpoint,
+    data: DataMemory,
+    ones: AccelMemory,
+    role: Role,
+    transport: Transport,
+    size: u32,
+    /// The other side, for datagrams.
+    other: Option<AddressVector>,
+    /// The last batch: its time for an iteration.
+    per_iteration: Duration,
+}
+
+impl DeviceSide {
+    /// Creates a side.
+    ///
+    /// # Errors
+    ///
+    /// A device refuses an object: among others with EPERM if the administrator does not permit pinned exports.
+    pub fn new(hardware: &Hardware, parameters: &Parameters, role: Role, deadline: Deadline) -> Result<Self> {
+        Self::with(
+            hardware,
+            &Settings {
+                transport: parameters.transport,
+                role,
+                size: parameters.size,
+                ring: 0,
+                entries: ENTRIES,
+                operations: ENTRIES,
+                queue: QUEUE,
+                completions: QUEUE,
+                limit: POLL_LIMIT.min(deadline.left()?),
+            },
+        )
+    }
+
+    pub(super) fn with(hardware: &Hardware, settings: &Settings) -> Result<Self> {
+        let source = MemorySource::Accelerator {
+            device: hardware.device.clone(),
+            near: hardware.near.clone(),
+        };
+        let port = Port::open(&hardware.nic)?;
+        let transport = match settings.transport {
+            Transport::Rc => wqe::Transport::Rc,
+            Transport::Ud => wqe::Transport::Ud,
+        };
+        let endpoint = Endpoint::new(
+            &port,
+            &EndpointOptions {
+                queues: source.clone(),
+                layout: QpLayout {
+                    send_blocks: settings.queue,
+                    receive_entries: settings.queue,
+                },
+                completions: settings.completions,
+                peeks: settings.queue as usize,
+                ..EndpointOptions::new(transport, AccelExecutor::peer(settings.operations))
+            },
+        )?;
+        let data = source.data_memory(port.domain(), (PAYLOAD + settings.size) as usize)?;
+        // Bytes of 0 are the value 0.0.
+        data.region().write(0, &vec![0; data.region().len()]);
+        let ones = hardware.ones(settings.size)?;
+        let mut executor = AccelExecutor::new(
+            &hardware.accel,
+            settings.ring,
+            settings.entries,
+            &hardware.device,
+            &hardware.near,
+            settings.limit,
+        )?;
+        let doorbell = endpoint.export_doorbell().context("exporting the doorbell page")?;
+        // The provider is the accelerator's own function.
+        let attachment = hardware
+            .device
+            .attach(ones.buffer.provider(), &doorbell, AttachOptions::new())
+            .context("attaching the accelerator to the doorbell page")?;
+        let address = attachment.address(0, 4096).context("the doorbell page is in pieces")?;
+        for region in endpoint.regions() {
+            if region.kind() == RegionKind::Doorbell {
+                executor.map_at(region, Place::Bus(address));
+            } else {
+                executor.map(region)?;
+            }
+        }
+        Ok(Self {
+            executor,
+            attachment,
+            endpoint,
+            data,
+            ones,
+            role: settings.role,
+            transport: settings.transport,
+            size: settings.size,
+            other: None,
+            per_iteration: Duration::ZERO,
+        })
+    }
+
+    /// Posts receives.
+    pub(super) fn receives(&self, count: u32) -> Result<()> {
+        let route = match self.transport {
+            Transport::Rc => 0,
+            Transport::Ud => ROUTE,
+        };
+        let request = ReceiveRequest {
+            id: 0,
+            segments: vec![self.data.segment((PAYLOAD - route) as usize, self.size + route)],
+        };
+        for _ in 0..count {
+            self.endpoint.qp().post_recv(&request)?;
+        }
+        Ok(())
+    }
+
+    /// Submits the byte code that waits for a message, and the computation.
+    pub(super) fn receive(&mut self) -> Result<()> {
+        let peek = self.endpoint.qp().receive_cq().peek_cq(1)?;
+        self.executor.submit(peek.program)?;
+        let payload = self.data.region().bar_offset().context("the payload's place is unknown")?;
+        let payload = payload + u64::from(PAYLOAD);
+        self.executor.add(payload, self.size.into(), self.ones.offset)
+    }
+
+    /// Posts a message, and submits the byte code that sends it. Only the last message of a batch is signaled.
+    pub(super) fn send(&mut self, last: bool) -> Result<()> {
+        let segment = self.data.segment(PAYLOAD as usize, self.size);
+        let mut request = SendRequest::new(0, SendOperation::Send, Payload::Memory(vec![segment])).signaled(last);
+        request.to = self.other;
+        self.endpoint.qp().post_send(&request)?;
+        let program = self.endpoint.qp().commit_qp()?;
+        self.executor.submit(program)
+    }
+
+    /// Submits iterations, and has the accelerator execute them.
+    fn submit(&mut self, count: u32) -> Result<()> {
+        for number in 1..=count {
+            let last = number == count;
+            if self.role == Role::First {
+                self.send(last)?;
+                self.receive()?;
+            } else {
+                self.receive()?;
+                self.send(last)?;
+            }
+        }
+        let sent = self.endpoint.qp().send_cq().peek_cq(1)?;
+        self.executor.submit(sent.program)?;
+        self.executor.start()
+    }
+
+    /// Sleeps until all has ended, about as long as it will take.
+    fn finish(&mut self, count: u32, deadline: Deadline) -> Result<()> {
+        let started = Instant::now();
+        let expected = self.per_iteration * count;
+        if !self.executor.is_done().unwrap_or(true) {
+            thread::sleep(expected * 7 / 8);
+        }
+        let look = (expected / 16).clamp(LOOK.0, LOOK.1);
+        loop {
+            match self.executor.is_done() {
+                Ok(true) => break,
+                Ok(false) => {}
+                Err(error) => return Err(self.explain(error)),
+            }
+            deadline.left().context("waiting for the accelerator")?;
+            thread::sleep(look);
+        }
+        self.per_iteration = started.elapsed() / count;
+        self.consume(count)
+    }
+
+    /// Adds what the NIC and the module know about a failure.
+    fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        let qp = self.endpoint.qp();
+        let mut text = format!("state of the queue pair: {:?}", self.endpoint.refresh());
+        for queue in [qp.send_cq(), qp.receive_cq()] {
+            if let Ok(completions) = queue.poll_cq(usize::MAX) {
+                for failure in completions.iter().filter_map(|completion| completion.failure) {
+                    text += &format!("; a work request failed: {failure}");
+                }
+            }
+        }
+        if let Ok(state) = self.attachment.state() {
+            text += &format!("; access to the doorbell: {state:?}");
+        }
+        error.context(text)
+    }
+
+    /// Consumes the completions of a batch, which the accelerator has seen.
+    fn consume(&mut self, count: u32) -> Result<()> {
+        let qp = self.endpoint.qp();
+        let take = |queue: &AsyncCq, count: u32| -> Result<()> {
+            let completions = queue.poll_cq(count as usize)?;
+            ensure!(completions.len() == count as usize, "{} completions of {count}", completions.len());
+            for completion in completions {
+                ensure!(completion.failure.is_none(), "a work request failed: {completion:?}");
+            }
+            Ok(())
+        };
+        take(qp.receive_cq(), count)?;
+        take(qp.send_cq(), 1)?;
+        self.receives(count)
+    }
+}
+
+impl Side for DeviceSide {
+    fn address(&self) -> Address {
+        self.endpoint.address()
+    }
+
+    fn connect(&mut self, other: &Address) -> Result<()> {
+        self.receives(RECEIVES)?;
+        self.endpoint.connect(other)?;
+        if self.transport == Transport::Ud {
+            self.other = Some(self.endpoint.address_vector(other));
+        }
+        Ok(())
+    }
+
+    fn batch(&mut self, count: u32, deadline: Deadline) -> Result<()> {
+        self.submit(count)?;
+        self.finish(count, deadline)
+    }
+
+    fn clock(&mut self, deadline: Deadline) -> Result<u64> {
+        self.executor.clock(deadline.left()?)
+    }
+
+    fn payload(&self) -> Result<Vec<f32>> {
+        let mut bytes = vec![0; self.size as usize];
+        self.data.region().read(PAYLOAD as usize, &mut bytes);
+        let words = bytes.chunks_exact(4).map(|word| {
+            let mut bytes = [0; 4];
+            bytes.copy_from_slice(word);
+            f32::from_le_bytes(bytes)
+        });
+        Ok(words.collect())
+    }
+
+    fn steady(&mut self, count: u32, expected: Duration, deadline: Deadline) -> Result<Steady> {
+        let time = expected + expected / 2;
+        ensure!(time < deadline.left()?, "the deadline is too early for {count} iterations");
+        let first = self.executor.next();
+        self.submit(count)?;
+        // The last entries wait for the completion of the sends.
+        let entries = self.executor.next().wrapping_sub(first) - ENTRIES_OF_PEEK;
+        // From here on, the processor has nothing to do.
+        let devices = Devices::read()?;
+        let begin = Processor::read()?;
+        let started = self.executor.progress()?;
+        thread::sleep(time);
+        let ended = self.executor.progress()?;
+        let busy = Processor::read()?.since(begin);
+        let devices = Devices::read()?.since(devices);
+        let done = u64::from(ended.wrapping_sub(started));
+        self.finish(count, deadline)?;
+        // The same without work.
+        let begin = Processor::read()?;
+        self.executor.progress()?;
+        thread::sleep(time);
+        self.executor.progress()?;
+        let idle = Processor::read()?.since(begin);
+        Ok(Steady {
+            messages: 2 * done * u64::from(count) / u64::from(entries),
+            instructions: busy.instructions,
+            idle_instructions: idle.instructions,
+            interrupts: busy.interrupts,
+            trapped: devices.trapped,
+            host_bytes: devices.host,
+        })
+    }
+}
