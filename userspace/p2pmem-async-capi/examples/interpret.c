@@ -4,7 +4,9 @@
  * translates the same operations to its device instead, as print_operations() does for people.
  *
  *   cc -o interpret interpret.c $(pkg-config --cflags --libs p2pmem-async)
- *   ./interpret NIC [host|accelerator [host|accelerator]]    # where payload is, and where queues are (default: host)
+ *   ./interpret NIC [PAYLOAD [QUEUES [TRANSPORT]]]
+ *
+ * PAYLOAD and QUEUES are host or accelerator, TRANSPORT is rc or ud. The defaults are host, host, and rc.
  */
 
 #include <errno.h>
@@ -12,12 +14,16 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 #include <p2pmem-async.h>
 
 #define MESSAGE 0x0807060504030201u
 #define INBOX 64 /* offset of the received message in the memory */
+#define ROUTE 40 /* bytes of route before a datagram */
 #define LIMIT_US 10000000
 #define MAX_REGIONS 8
+
+static uint32_t payload_place, queue_place, transport;
 
 static int fail(const char *what)
 {
@@ -69,7 +75,7 @@ static int print_operations(const p2pmem_async_program *program)
 }
 
 /* Creates an endpoint for the CPU. */
-static p2pmem_async_endpoint *create(const p2pmem_async_port *port, uint32_t queues)
+static p2pmem_async_endpoint *create(const p2pmem_async_port *port)
 {
 	p2pmem_async_endpoint_options options;
 	p2pmem_async_endpoint *endpoint;
@@ -77,8 +83,8 @@ static p2pmem_async_endpoint *create(const p2pmem_async_port *port, uint32_t que
 	memset(&options, 0, sizeof(options));
 	options.peer = "cpu";
 	options.capabilities = P2PMEM_ASYNC_CAN_ALL;
-	options.transport = P2PMEM_ASYNC_TRANSPORT_RC;
-	options.queues = queues;
+	options.transport = transport;
+	options.queues = queue_place;
 	if (!p2pmem_async_endpoint_create(port, &options, &endpoint))
 		return endpoint;
 	fail("endpoint");
@@ -115,12 +121,39 @@ static int consume(const p2pmem_async_endpoint *endpoint, uint32_t queue, uint64
 	return 0;
 }
 
+/* Exports the doorbell page, which another device maps to ring. */
+static int export_doorbell(const p2pmem_async_endpoint *endpoint)
+{
+	int fd = p2pmem_async_export_doorbell(endpoint);
+
+	if (fd >= 0) {
+		printf("the doorbell page was exported as a dma-buf\n");
+		close(fd);
+	} else if (fd == -EPROTONOSUPPORT || fd == -EOPNOTSUPP) {
+		printf("only the CPU can ring: %s\n", p2pmem_async_last_error());
+	} else {
+		return fail("export");
+	}
+	return 0;
+}
+
+/* Sets the receiver of a datagram. */
+static int address_to(p2pmem_async_send *send, const p2pmem_async_endpoint *a, const p2pmem_async_endpoint *b)
+{
+	p2pmem_async_address other;
+
+	if (p2pmem_async_endpoint_address(b, &other) || p2pmem_async_endpoint_address_vector(a, &other, &send->to))
+		return fail("address vector");
+	send->flags |= P2PMEM_ASYNC_SEND_HAS_ADDRESS;
+	return 0;
+}
+
 /* Posts a message from a to b. Returns the byte code that sends it, and waits for both completions; NULL after an error. */
 static p2pmem_async_program *send_message(const p2pmem_async_endpoint *a, const p2pmem_async_endpoint *b,
 					  const p2pmem_async_memory_info *info)
 {
 	p2pmem_async_segment from = { .address = info->address, .bytes = 8, .lkey = info->lkey };
-	p2pmem_async_segment to = { .address = info->address + INBOX, .bytes = 8, .lkey = info->lkey };
+	p2pmem_async_segment to = { .address = info->address + INBOX - ROUTE, .bytes = ROUTE + 8, .lkey = info->lkey };
 	p2pmem_async_program *program, *sent, *received;
 	p2pmem_async_send send;
 
@@ -130,6 +163,10 @@ static p2pmem_async_program *send_message(const p2pmem_async_endpoint *a, const 
 	send.flags = P2PMEM_ASYNC_SEND_IS_SIGNALED;
 	send.segments = &from;
 	send.nr_segments = 1;
+	if (transport == P2PMEM_ASYNC_TRANSPORT_RC)
+		to = (p2pmem_async_segment){ .address = info->address + INBOX, .bytes = 8, .lkey = info->lkey };
+	else if (address_to(&send, a, b))
+		return NULL;
 	if (p2pmem_async_post_recv(b, 2, &to, 1) || p2pmem_async_post_send(a, &send) || p2pmem_async_commit_qp(a, &program) ||
 	    p2pmem_async_peek_cq(a, P2PMEM_ASYNC_QUEUE_SEND, 1, &sent) ||
 	    p2pmem_async_peek_cq(b, P2PMEM_ASYNC_QUEUE_RECEIVE, 1, &received) || p2pmem_async_program_append(program, sent) ||
@@ -164,7 +201,7 @@ static int wait_in_vain(const p2pmem_async_endpoint *endpoint)
 	return 0;
 }
 
-static int run(const p2pmem_async_port *port, uint32_t payload, uint32_t queues)
+static int run(const p2pmem_async_port *port)
 {
 	p2pmem_async_interpreter *interpreter;
 	p2pmem_async_endpoint *a, *b;
@@ -173,14 +210,14 @@ static int run(const p2pmem_async_port *port, uint32_t payload, uint32_t queues)
 	p2pmem_async_program *program;
 	volatile uint64_t *outbox, *inbox;
 
-	if (p2pmem_async_memory_alloc(port, payload, 4096, &memory) || p2pmem_async_memory_query(memory, &info))
+	if (p2pmem_async_memory_alloc(port, payload_place, 4096, &memory) || p2pmem_async_memory_query(memory, &info))
 		return fail("memory");
 	print_region(&info.region);
 	outbox = info.region.cpu_address;
 	inbox = outbox + INBOX / sizeof(*inbox);
-	a = create(port, queues);
-	b = create(port, queues);
-	if (!a || !b || connect_both(a, b) || print_regions(a) || print_regions(b))
+	a = create(port);
+	b = create(port);
+	if (!a || !b || connect_both(a, b) || print_regions(a) || print_regions(b) || export_doorbell(a))
 		return 1;
 	*outbox = MESSAGE;
 	*inbox = 0;
@@ -219,12 +256,15 @@ int main(int argc, char **argv)
 	int ret;
 
 	if (argc < 2) {
-		fprintf(stderr, "usage: interpret NIC [host|accelerator [host|accelerator]]\n");
+		fprintf(stderr, "usage: interpret NIC [host|accelerator [host|accelerator [rc|ud]]]\n");
 		return 2;
 	}
+	payload_place = place(argc, argv, 2);
+	queue_place = place(argc, argv, 3);
+	transport = argc > 4 && !strcmp(argv[4], "ud") ? P2PMEM_ASYNC_TRANSPORT_UD : P2PMEM_ASYNC_TRANSPORT_RC;
 	if (p2pmem_async_port_open(argv[1], &port))
 		return fail(argv[1]);
-	ret = run(port, place(argc, argv, 2), place(argc, argv, 3));
+	ret = run(port);
 	p2pmem_async_port_close(port);
 	return ret;
 }
