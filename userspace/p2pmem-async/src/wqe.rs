@@ -262,7 +262,9 @@ impl SendRequest {
         if let Some(why) = self.invalid(transport) {
             return Err(refuse(why));
         }
-        let mut bytes = vec![0; UNIT];
+        // Enough for all but long inline data.
+        let mut bytes = Vec::with_capacity(2 * BLOCK);
+        bytes.resize(UNIT, 0);
         if let Some(to) = &self.to {
             address_vector(&mut bytes, to);
         }

@@ -3,7 +3,7 @@
 //! The executor on the emulated accelerator: byte code becomes entries of a ring of work, which the accelerator executes by
 //! itself. It polls completions in its own memory, and rings the doorbell of a NIC by its own DMA.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
 use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
 use p2pmem_async::bytecode::{Capabilities, Operation, Peer, Program};
-use p2pmem_async::region::{Region, RegionId, Target};
+use p2pmem_async::region::{Region, Target};
 
 /// A buffer of p2pmem in the accelerator, as the memory of rings.
 #[derive(Debug)]
@@ -32,13 +32,8 @@ impl RingBuffer {
 
 impl RingMemory for RingBuffer {
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), driver::Error> {
-        let at = self.at(offset)?;
-        for (number, bytes) in data.chunks(8).enumerate() {
-            let word = bytes.try_into().map_err(|_| driver::Error::OutOfBounds)?;
-            let written = self.mapping.write(at + 8 * number, u64::from_ne_bytes(word));
-            written.map_err(|_| driver::Error::OutOfBounds)?;
-        }
-        Ok(())
+        let written = self.mapping.copy_from_slice(self.at(offset)?, data);
+        written.map_err(|_| driver::Error::OutOfBounds)
     }
 
     fn load64(&self, offset: u64) -> Result<u64, driver::Error> {
@@ -84,7 +79,10 @@ pub struct AccelExecutor {
     _buffer: Buffer,
     /// Where the device writes timestamps: an offset in its memory.
     clock: u64,
-    places: HashMap<RegionId, (Place, usize)>,
+    /// Places and lengths of regions, by the regions' numbers.
+    places: Vec<Option<(Place, usize)>>,
+    /// Entries of the present program.
+    entries: Vec<Entry>,
     submitted: VecDeque<Submitted>,
     last: Option<u32>,
 }
@@ -106,28 +104,41 @@ fn entries_of(operation: &Operation) -> u32 {
     }
 }
 
-/// Translates an operation to entries. `place` returns where the accelerator finds a target.
-fn entries(operation: &Operation, place: impl Fn(Target, usize) -> Result<Place>) -> Result<Vec<Entry>> {
+/// Returns where the accelerator finds `size` bytes at a target.
+fn find(places: &[Option<(Place, usize)>], target: Target, size: usize) -> Result<Place> {
+    let found = places.get(target.region.number() as usize).copied().flatten();
+    let (place, len) = found.with_context(|| format!("the region of {target} is not mapped"))?;
+    let end = target.offset.checked_add(size as u64);
+    if end.is_none_or(|end| end > len as u64) {
+        bail!("{size} bytes at {target} exceed the {len} bytes of the region");
+    }
+    Ok(plus(place, target.offset))
+}
+
+/// Translates an operation to entries.
+fn translate(operation: &Operation, places: &[Option<(Place, usize)>], into: &mut Vec<Entry>) -> Result<()> {
     let Some(target) = operation.target() else {
-        return Ok(vec![Entry::fence()]);
+        into.push(Entry::fence());
+        return Ok(());
     };
-    let at = place(target, operation.size())?;
-    Ok(match operation {
-        Operation::StoreDword { value, .. } => vec![Entry::store32(at, *value)],
-        Operation::StoreQword { value, .. } => vec![Entry::store64(at, *value)],
+    let at = find(places, target, operation.size())?;
+    into.push(match operation {
+        Operation::StoreDword { value, .. } => Entry::store32(at, *value),
+        Operation::StoreQword { value, .. } => Entry::store64(at, *value),
         Operation::CopyBlock { data, .. } => {
-            let words = data.chunks_exact(8).zip(0..).map(|(bytes, number)| {
+            into.extend(data.chunks_exact(8).zip(0..).map(|(bytes, number)| {
                 let mut word = [0; 8];
                 word.copy_from_slice(bytes);
                 Entry::store64(plus(at, 8 * number), u64::from_le_bytes(word))
-            });
-            words.collect()
+            }));
+            return Ok(());
         }
-        Operation::PollAnd { value, .. } => vec![Entry::poll_and(at, *value)],
-        Operation::PollNor { value, .. } => vec![Entry::poll_nor(at, *value)],
-        Operation::PollGeq { value, .. } => vec![Entry::poll_geq(at, *value)],
+        Operation::PollAnd { value, .. } => Entry::poll_and(at, *value),
+        Operation::PollNor { value, .. } => Entry::poll_nor(at, *value),
+        Operation::PollGeq { value, .. } => Entry::poll_geq(at, *value),
         other => bail!("the accelerator does not know the operation {other}"),
-    })
+    });
+    Ok(())
 }
 
 impl AccelExecutor {
@@ -166,7 +177,8 @@ impl AccelExecutor {
             ring: Ring::new(accel.clone(), number, memory, options)?,
             _buffer: buffer,
             clock: base + area,
-            places: HashMap::new(),
+            places: Vec::new(),
+            entries: Vec::new(),
             submitted: VecDeque::new(),
             last: None,
         })
@@ -186,19 +198,11 @@ impl AccelExecutor {
 
     /// Maps a region to the place of its first byte.
     pub fn map_at(&mut self, region: &Region, place: Place) {
-        self.places.insert(region.id(), (place, region.len()));
-    }
-
-    fn place(&self, target: Target, size: usize) -> Result<Place> {
-        let (place, len) = *self
-            .places
-            .get(&target.region)
-            .with_context(|| format!("the region of {target} is not mapped"))?;
-        let end = target.offset.checked_add(size as u64);
-        if end.is_none_or(|end| end > len as u64) {
-            bail!("{size} bytes at {target} exceed the {len} bytes of the region");
+        let number = region.id().number() as usize;
+        if self.places.len() <= number {
+            self.places.resize(number + 1, None);
         }
-        Ok(plus(place, target.offset))
+        self.places[number] = Some((place, region.len()));
     }
 
     fn push(&mut self, entries: &[Entry], program: Option<Program>) -> Result<()> {
@@ -230,15 +234,21 @@ impl AccelExecutor {
     ///
     /// A region is not mapped, a target is outside of it, or the ring has no space. Nothing of the program was added then.
     pub fn submit(&mut self, program: Program) -> Result<()> {
-        let mut all = Vec::with_capacity(program.operations().len());
+        let mut entries = std::mem::take(&mut self.entries);
+        entries.clear();
+        let mut translated = Ok(());
         for (index, operation) in program.operations().iter().enumerate() {
-            let new = entries(operation, |target, size| self.place(target, size));
-            all.extend(new.with_context(|| format!("operation {index} ({operation})"))?);
+            translated = translate(operation, &self.places, &mut entries)
+                .with_context(|| format!("operation {index} ({operation})"));
+            if translated.is_err() {
+                break;
+            }
         }
-        if all.is_empty() {
-            return Ok(());
+        if translated.is_ok() && !entries.is_empty() {
+            translated = self.push(&entries, Some(program));
         }
-        self.push(&all, Some(program))
+        self.entries = entries;
+        translated
     }
 
     /// Adds a computation: adds the f32 values at the offset `other` of the accelerator's memory to the `len` bytes of values
@@ -274,23 +284,38 @@ impl AccelExecutor {
         Ok(self.ring.progress()?.head)
     }
 
-    /// Returns whether all entries have completed. Does not wait.
+    /// Returns the number of entries before the one with the index `end` that have not completed. Does not wait.
     ///
     /// # Errors
     ///
     /// An entry failed: the error names the operation.
-    pub fn is_done(&mut self) -> Result<bool> {
-        let Some(last) = self.last else { return Ok(true) };
+    pub fn left(&mut self, end: u32) -> Result<u32> {
         let progress = self.ring.progress()?;
-        if progress.has_completed(last) {
-            self.submitted.clear();
-            return Ok(true);
+        // Earlier entries of the last 2^31 have completed.
+        let left = end.wrapping_sub(progress.head);
+        if left == 0 || left > 1 << 31 {
+            let done = |submitted: &Submitted| {
+                let after = submitted.first.wrapping_add(submitted.count);
+                end.wrapping_sub(after) < 1 << 31
+            };
+            while self.submitted.front().is_some_and(done) {
+                self.submitted.pop_front();
+            }
+            return Ok(0);
         }
         match progress.stopped {
-            None => Ok(false),
-            // The driver reports it with the index.
-            Some(_) => self.finish(Duration::ZERO).map(|()| true),
+            None => Ok(left),
+            Some(status) => Err(self.failure(progress.head, status)),
         }
+    }
+
+    /// Returns whether all entries have completed. Does not wait.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`AccelExecutor::left`].
+    pub fn is_done(&mut self) -> Result<bool> {
+        Ok(self.left(self.next())? == 0)
     }
 
     /// Waits until all entries have completed.
@@ -355,8 +380,13 @@ mod tests {
         Region::new(RegionKind::Data, Arc::new(HostMemory::new(4096).unwrap()))
     }
 
-    fn translated(operation: &Operation) -> Vec<Entry> {
-        entries(operation, |target, _| Ok(Place::Bus(0x1_0000 + target.offset))).unwrap()
+    /// Returns the entries of an operation. The region is at the bus address 0x10000.
+    fn translated(operation: &Operation, region: &Region) -> Result<Vec<Entry>> {
+        let number = region.id().number() as usize;
+        let mut places = vec![None; number + 1];
+        places[number] = Some((Place::Bus(0x1_0000), region.len()));
+        let mut into = Vec::new();
+        translate(operation, &places, &mut into).map(|()| into)
     }
 
     #[test]
@@ -402,7 +432,7 @@ mod tests {
                 Entry::poll_geq(at(8), 3),
             ),
         ] {
-            assert_eq!(translated(&operation), [entry], "{operation}");
+            assert_eq!(translated(&operation, &region).unwrap(), [entry], "{operation}");
         }
     }
 
@@ -410,10 +440,11 @@ mod tests {
     fn a_block_becomes_stores_of_8_bytes() {
         let region = region();
         let data: Vec<u8> = (0..24).collect();
-        let stores = translated(&Operation::CopyBlock {
+        let block = Operation::CopyBlock {
             target: region.target(16),
             data,
-        });
+        };
+        let stores = translated(&block, &region).unwrap();
         let word = |first: u8| u64::from_le_bytes(std::array::from_fn(|i| first + i as u8));
         let expected = [(16, 0), (24, 8), (32, 16)].map(|(at, first)| Entry::store64(Place::Bus(0x1_0000 + at), word(first)));
         assert_eq!(stores, expected);
@@ -455,12 +486,12 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_place_is_an_error() {
-        let region = region();
-        let operation = Operation::StoreDword {
-            target: region.target(0),
-            value: 1,
-        };
-        assert!(entries(&operation, |_, _| bail!("not mapped")).is_err());
+    fn targets_outside_of_mapped_regions_are_errors() {
+        let (region, other) = (region(), region());
+        let store = |target| Operation::StoreDword { target, value: 1 };
+        let error = translated(&store(other.target(0)), &region).unwrap_err();
+        assert!(error.to_string().contains("is not mapped"), "{error}");
+        let error = translated(&store(region.target(4096)), &region).unwrap_err();
+        assert!(error.to_string().contains("exceed the 4096 bytes"), "{error}");
     }
 }

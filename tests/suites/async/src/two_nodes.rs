@@ -102,10 +102,14 @@ impl Parameters {
 pub struct Steady {
     /// Messages that were sent and received meanwhile.
     pub messages: u64,
-    /// Instructions of all tasks.
-    pub instructions: u64,
-    /// The same while as long as nothing was submitted.
-    pub idle_instructions: u64,
+    /// Instructions of the program's only thread, and of the kernel for it, from before to after it slept.
+    pub program_instructions: u64,
+    /// The same without work.
+    pub idle_program_instructions: u64,
+    /// Instructions of all tasks meanwhile, if the kernel adds them up: those of the kernel's own threads, mostly.
+    pub instructions: Option<u64>,
+    /// The same without work.
+    pub idle_instructions: Option<u64>,
     /// Interrupts of the NIC.
     pub interrupts: u64,
     /// Accesses of the processor to registers of NIC and accelerator.
@@ -121,8 +125,8 @@ pub struct Measured {
     pub messages: u64,
     /// Nanoseconds by the accelerator's clock, which is the host's.
     pub nanoseconds: u64,
-    /// Instructions of all tasks.
-    pub instructions: u64,
+    /// Instructions of all tasks, if the kernel adds them up.
+    pub instructions: Option<u64>,
     /// Instructions of the program, and of the kernel for it.
     pub program_instructions: u64,
     /// Interrupts of the NIC.
@@ -151,12 +155,12 @@ pub trait Side {
     /// The NIC refuses the address.
     fn connect(&mut self, other: &Address) -> Result<()>;
 
-    /// Runs iterations to their end. The side that starts sends before it receives.
+    /// Runs iterations to their end, `batch` at once. The side that starts sends before it receives.
     ///
     /// # Errors
     ///
     /// A work request or a computation failed, or the deadline passed.
-    fn batch(&mut self, count: u32, deadline: Deadline) -> Result<()>;
+    fn iterate(&mut self, iterations: u32, batch: u32, deadline: Deadline) -> Result<()>;
 
     /// Returns the accelerator's clock in nanoseconds.
     ///
@@ -176,7 +180,7 @@ pub trait Side {
     ///
     /// # Errors
     ///
-    /// Those of [`Side::batch`]; the side is driven by the processor.
+    /// Those of [`Side::iterate`]; the side is driven by the processor.
     fn steady(&mut self, count: u32, expected: Duration, deadline: Deadline) -> Result<Steady> {
         let _ = (count, expected, deadline);
         bail!("only the accelerator works while the processor sleeps")
@@ -285,18 +289,13 @@ pub fn run(
     side.connect(&other)?;
     wire.meet(deadline)?;
     // Caches are filled and the kernel's lazy work is done before the measurement.
-    let warm = parameters.batch;
-    side.batch(warm, deadline)?;
+    let warm = 2 * parameters.batch;
+    side.iterate(warm, parameters.batch, deadline)?;
 
     let (before, started) = (Devices::read()?, side.clock(deadline)?);
     wire.meet(deadline)?;
     let cpu = Processor::read()?;
-    let mut done = 0;
-    while done < parameters.iterations {
-        let count = parameters.batch.min(parameters.iterations - done);
-        side.batch(count, deadline)?;
-        done += count;
-    }
+    side.iterate(parameters.iterations, parameters.batch, deadline)?;
     let cpu = Processor::read()?.since(cpu);
     let nanoseconds = side.clock(deadline)?.saturating_sub(started);
     let devices = Devices::read()?.since(before);

@@ -279,8 +279,8 @@ impl Side for CpuSide {
         Ok(())
     }
 
-    fn batch(&mut self, count: u32, deadline: Deadline) -> Result<()> {
-        for _ in 0..count {
+    fn iterate(&mut self, iterations: u32, _batch: u32, deadline: Deadline) -> Result<()> {
+        for _ in 0..iterations {
             if self.role == Role::First {
                 self.send(deadline)?;
                 self.receive(deadline)?;

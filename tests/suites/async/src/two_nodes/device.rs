@@ -3,6 +3,7 @@
 //! A side that the accelerator drives: queues, completions, doorbell records, and payload are in its memory, and it rings the
 //! NIC's doorbell by its own DMA. The processor posts work requests, submits byte code, and sleeps.
 
+use std::collections::VecDeque;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use p2pmem_async::queue::{AsyncCq, QpLayout};
 use p2pmem_async::region::RegionKind;
 use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
 
-use super::usage::{Devices, Processor};
+use super::usage::{self, Devices, Processor};
 use super::{AccelMemory, Hardware, Parameters, Role, Side, Steady, Transport};
 use crate::accel::AccelExecutor;
 
@@ -37,7 +38,7 @@ const PAYLOAD: u32 = 64;
 /// The time limit of each poll.
 const POLL_LIMIT: Duration = Duration::from_secs(20);
 /// Shortest and longest time between two looks at the accelerator's progress.
-const LOOK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(20));
+const LOOK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(500));
 
 /// How a side is created.
 #[derive(Debug, Clone, Copy)]
@@ -71,8 +72,8 @@ pub struct DeviceSide {
     size: u32,
     /// The other side, for datagrams.
     other: Option<AddressVector>,
-    /// The last batch: its time for an iteration.
-    per_iteration: Duration,
+    /// The time of an entry, by the last batch.
+    per_entry: Duration,
 }
 
 impl DeviceSide {
@@ -157,7 +158,7 @@ impl DeviceSide {
             transport: settings.transport,
             size: settings.size,
             other: None,
-            per_iteration: Duration::ZERO,
+            per_entry: Duration::ZERO,
         })
     }
 
@@ -196,7 +197,7 @@ impl DeviceSide {
         self.executor.submit(program)
     }
 
-    /// Submits iterations, and has the accelerator execute them.
+    /// Adds iterations to the accelerator's ring.
     fn submit(&mut self, count: u32) -> Result<()> {
         for number in 1..=count {
             let last = number == count;
@@ -209,29 +210,26 @@ impl DeviceSide {
             }
         }
         let sent = self.endpoint.qp().send_cq().peek_cq(1)?;
-        self.executor.submit(sent.program)?;
-        self.executor.start()
+        self.executor.submit(sent.program)
     }
 
-    /// Sleeps until all has ended, about as long as it will take.
-    fn finish(&mut self, count: u32, deadline: Deadline) -> Result<()> {
-        let started = Instant::now();
-        let expected = self.per_iteration * count;
-        if !self.executor.is_done().unwrap_or(true) {
-            thread::sleep(expected * 7 / 8);
-        }
-        let look = (expected / 16).clamp(LOOK.0, LOOK.1);
+    /// Sleeps until the entries before the index `end` have completed: about as long as that will take.
+    fn sleep(&mut self, end: u32, deadline: Deadline) -> Result<()> {
+        let (started, mut first) = (Instant::now(), None);
         loop {
-            match self.executor.is_done() {
-                Ok(true) => break,
-                Ok(false) => {}
+            let left = match self.executor.left(end) {
+                Ok(0) => break,
+                Ok(left) => left,
                 Err(error) => return Err(self.explain(error)),
-            }
-            deadline.left().context("waiting for the accelerator")?;
-            thread::sleep(look);
+            };
+            first.get_or_insert(left);
+            let most = deadline.left().context("waiting for the accelerator")?;
+            thread::sleep((self.per_entry * left).clamp(LOOK.0, LOOK.1).min(most));
         }
-        self.per_iteration = started.elapsed() / count;
-        self.consume(count)
+        if let Some(entries) = first {
+            self.per_entry = started.elapsed() / entries;
+        }
+        Ok(())
     }
 
     /// Adds what the NIC and the module know about a failure.
@@ -282,9 +280,24 @@ impl Side for DeviceSide {
         Ok(())
     }
 
-    fn batch(&mut self, count: u32, deadline: Deadline) -> Result<()> {
-        self.submit(count)?;
-        self.finish(count, deadline)
+    fn iterate(&mut self, iterations: u32, batch: u32, deadline: Deadline) -> Result<()> {
+        let mut left = iterations;
+        // The accelerator has the next batch already when one ends.
+        let mut submitted = VecDeque::new();
+        loop {
+            while left > 0 && submitted.len() < 2 {
+                let count = batch.min(left);
+                self.submit(count)?;
+                self.executor.start()?;
+                left -= count;
+                submitted.push_back((self.executor.next(), count));
+            }
+            let Some((end, count)) = submitted.pop_front() else {
+                return Ok(());
+            };
+            self.sleep(end, deadline)?;
+            self.consume(count)?;
+        }
     }
 
     fn clock(&mut self, deadline: Deadline) -> Result<u64> {
@@ -309,24 +322,31 @@ impl Side for DeviceSide {
         self.submit(count)?;
         // The last entries wait for the completion of the sends.
         let entries = self.executor.next().wrapping_sub(first) - ENTRIES_OF_PEEK;
-        // From here on, the processor has nothing to do.
         let devices = Devices::read()?;
         let begin = Processor::read()?;
         let started = self.executor.progress()?;
-        thread::sleep(time);
+        self.executor.start()?;
+        // From here on, the processor has nothing to do.
+        let sleep = || {
+            let before = usage::thread_instructions();
+            thread::sleep(time);
+            usage::thread_instructions() - before
+        };
+        let slept = sleep();
         let ended = self.executor.progress()?;
         let busy = Processor::read()?.since(begin);
         let devices = Devices::read()?.since(devices);
         let done = u64::from(ended.wrapping_sub(started));
-        self.finish(count, deadline)?;
+        self.sleep(self.executor.next(), deadline)?;
+        self.consume(count)?;
         // The same without work.
         let begin = Processor::read()?;
-        self.executor.progress()?;
-        thread::sleep(time);
-        self.executor.progress()?;
+        let idle_slept = sleep();
         let idle = Processor::read()?.since(begin);
         Ok(Steady {
             messages: 2 * done * u64::from(count) / u64::from(entries),
+            program_instructions: slept,
+            idle_program_instructions: idle_slept,
             instructions: busy.instructions,
             idle_instructions: idle.instructions,
             interrupts: busy.interrupts,

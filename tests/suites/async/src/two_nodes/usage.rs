@@ -19,8 +19,9 @@ use serde_json::Value;
 /// task runs are not in this time.
 #[derive(Debug, Clone, Copy)]
 pub struct Processor {
-    /// Instructions of all tasks: programs, the kernel for them, threads of the kernel.
-    pub instructions: u64,
+    /// Instructions of all tasks: programs, the kernel for them, threads of the kernel. `None` if the kernel does not add up
+    /// their time (CONFIG_SCHEDSTATS).
+    pub instructions: Option<u64>,
     /// Instructions of this program, and of the kernel for it.
     pub program: u64,
     /// Interrupts of the NIC's driver.
@@ -31,6 +32,11 @@ fn now(clock: ClockId) -> u64 {
     let time = clock_gettime(clock);
     // Clocks that start at zero have no negative times.
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Returns the instructions of the calling thread, and of the kernel for it.
+pub fn thread_instructions() -> u64 {
+    now(ClockId::ThreadCPUTime)
 }
 
 /// Returns the sum of the numbers in a line of `/proc/interrupts` after its name, one for each processor.
@@ -55,9 +61,9 @@ impl Processor {
         let interrupts = fs::read_to_string("/proc/interrupts").context("/proc/interrupts")?;
         // The scheduler adds a task's time when the task leaves the processor.
         thread::sleep(Duration::from_nanos(1));
-        let times = fs::read_to_string("/proc/schedstat").context("/proc/schedstat")?;
+        let times = fs::read_to_string("/proc/schedstat").ok();
         Ok(Self {
-            instructions: task_time(&times).context("/proc/schedstat has no time of tasks")?,
+            instructions: times.as_deref().and_then(task_time),
             program: now(ClockId::ProcessCPUTime),
             interrupts: interrupts
                 .lines()
@@ -70,7 +76,10 @@ impl Processor {
     /// Returns what the processor did since an earlier reading.
     pub fn since(self, earlier: Self) -> Self {
         Self {
-            instructions: self.instructions.saturating_sub(earlier.instructions),
+            instructions: self
+                .instructions
+                .zip(earlier.instructions)
+                .map(|(later, earlier)| later.saturating_sub(earlier)),
             program: self.program.saturating_sub(earlier.program),
             interrupts: self.interrupts.saturating_sub(earlier.interrupts),
         }
