@@ -55,7 +55,8 @@ pub enum Syndrome {
 }
 
 impl Syndrome {
-    fn new(value: u8) -> Self {
+    /// Converts the NIC's number.
+    pub fn new(value: u8) -> Self {
         match value {
             0x01 => Self::LocalLength,
             0x02 => Self::LocalQpOperation,
@@ -71,6 +72,26 @@ impl Syndrome {
             0x16 => Self::RnrRetryExceeded,
             0x22 => Self::RemoteAborted,
             other => Self::Other(other),
+        }
+    }
+
+    /// Returns the NIC's number.
+    pub fn value(self) -> u8 {
+        match self {
+            Self::LocalLength => 0x01,
+            Self::LocalQpOperation => 0x02,
+            Self::LocalProtection => 0x04,
+            Self::Flushed => 0x05,
+            Self::MemoryWindowBind => 0x06,
+            Self::BadResponse => 0x10,
+            Self::LocalAccess => 0x11,
+            Self::RemoteInvalidRequest => 0x12,
+            Self::RemoteAccess => 0x13,
+            Self::RemoteOperation => 0x14,
+            Self::RetryExceeded => 0x15,
+            Self::RnrRetryExceeded => 0x16,
+            Self::RemoteAborted => 0x22,
+            Self::Other(value) => value,
         }
     }
 }
@@ -231,6 +252,7 @@ mod tests {
         let names: std::collections::BTreeSet<_> =
             known.iter().map(|value| Syndrome::new(*value).to_string()).collect();
         assert_eq!(names.len(), known.len());
+        assert!((0..=u8::MAX).all(|value| Syndrome::new(value).value() == value));
         assert!(names.iter().all(|name| !name.starts_with("syndrome")));
     }
 

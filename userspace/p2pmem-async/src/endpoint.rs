@@ -240,6 +240,11 @@ impl Endpoint {
         })
     }
 
+    /// Returns the transport.
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
     /// Returns the queue pair: post, commit, roll back.
     pub fn qp(&self) -> &AsyncQp {
         &self.qp

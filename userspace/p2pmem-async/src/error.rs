@@ -186,6 +186,35 @@ pub enum ExecutionFailure {
     },
 }
 
+impl Error {
+    /// Returns the errno of the kernel's refusal, or the errno that is nearest to the error.
+    ///
+    /// ```
+    /// use p2pmem_async::Error;
+    ///
+    /// assert_eq!(Error::Argument("0 entries".into()).errno_or_nearest(), 22); // EINVAL
+    /// ```
+    pub fn errno_or_nearest(&self) -> i32 {
+        match self {
+            Self::Unsupported { .. } => libc::EOPNOTSUPP,
+            Self::TooLong { .. } => libc::E2BIG,
+            Self::Operation { .. } | Self::Request { .. } | Self::Argument(_) => libc::EINVAL,
+            Self::Execution { why, .. } => match why {
+                ExecutionFailure::TimeLimit { .. } | ExecutionFailure::Late { .. } => libc::ETIMEDOUT,
+                ExecutionFailure::Stopped => libc::ECANCELED,
+                ExecutionFailure::Unmapped { .. } | ExecutionFailure::Outside { .. } => libc::EFAULT,
+            },
+            Self::QueueFull { .. } | Self::CompletionQueueFull { .. } => libc::ENOBUFS,
+            Self::Peek { .. } => libc::EAGAIN,
+            Self::QueuePairError { .. } => libc::ESHUTDOWN,
+            Self::Unexpected { .. } => libc::EBADMSG,
+            Self::Kernel { error, .. } => error.raw_os_error().unwrap_or(libc::EIO),
+            Self::Executor(_) | Self::Verbs { .. } => libc::EIO,
+            Self::Memory(error) => error.errno_or_nearest(),
+        }
+    }
+}
+
 /// Returns what to do about an errno of the RDMA core, if that is known.
 fn hint(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
@@ -196,5 +225,45 @@ fn hint(error: &io::Error) -> &'static str {
             " (queues need a dma-buf that is exported pinned, and a UAR dma-buf a dynamic importer)"
         }
         _ => "",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_cause_has_its_errno() {
+        let execution = |why| Error::Execution {
+            index: 3,
+            operation: "FENCE".into(),
+            why,
+        };
+        let limit = Duration::ZERO;
+        let kernel = |errno| Error::Kernel {
+            what: "creating a queue".into(),
+            error: io::Error::from_raw_os_error(errno),
+        };
+        for (error, errno) in [
+            (
+                execution(ExecutionFailure::TimeLimit { limit, last: 0 }),
+                libc::ETIMEDOUT,
+            ),
+            (execution(ExecutionFailure::Late { limit }), libc::ETIMEDOUT),
+            (execution(ExecutionFailure::Stopped), libc::ECANCELED),
+            (execution(ExecutionFailure::Outside { len: 8 }), libc::EFAULT),
+            (kernel(libc::EPERM), libc::EPERM),
+            (Error::Argument(String::new()), libc::EINVAL),
+            (Error::Executor(String::new()), libc::EIO),
+        ] {
+            assert_eq!(error.errno_or_nearest(), errno, "{error}");
+        }
+        let error = Error::Kernel {
+            what: String::new(),
+            error: io::Error::other("not of the kernel"),
+        };
+        assert_eq!(error.errno_or_nearest(), libc::EIO);
+        let memory = p2pmem::Error::Missing("mlx5_9".into());
+        assert_eq!(Error::Memory(memory).errno_or_nearest(), libc::ENOENT);
     }
 }

@@ -1,17 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Implementation of the C functions in safe Rust: errors as errnos and messages, requests, providers.
+//! Implementation of the C functions in safe Rust: requests, providers, dma-bufs.
 
-use std::cell::RefCell;
-use std::ffi::{c_char, c_int, c_uint, CString};
+use std::ffi::{c_char, c_int, c_uint};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::panic::{catch_unwind, AssertUnwindSafe};
 
 use p2pmem::abi::P2PMEM_MAX_PARTS;
 use p2pmem::{
-    Backend, Capability, Client, Device, DmaBuf, Error, PathClass, PciAddr, Provider, ProviderKind, Request, Strategy,
+    Backend, Capability, Client, Device, DmaBuf, PathClass, PciAddr, Provider, ProviderKind, Request, Strategy,
 };
+use p2pmem_c_sys::{count, Failure};
 
 use crate::sys::{
     p2pmem_provider_info, P2PMEM_BACKEND_MODULE, P2PMEM_BACKEND_SYSFS, P2PMEM_BACKEND_VFIO, P2PMEM_CAN_CLEAR,
@@ -21,96 +20,14 @@ use crate::sys::{
     P2PMEM_PROVIDER_IS_REMOVING, P2PMEM_WANT_PREFER, P2PMEM_WANT_UPSTREAM,
 };
 
-/// Failure of a call: the errno (positive), the message, and the remedy.
-#[derive(Debug)]
-pub(crate) struct Failure {
-    errno: i32,
-    text: String,
-    remedy: Option<&'static str>,
-}
-
-impl Failure {
-    /// An invalid argument: EINVAL.
-    pub(crate) fn argument(text: impl Into<String>) -> Self {
-        Self {
-            errno: libc::EINVAL,
-            text: text.into(),
-            remedy: None,
-        }
-    }
-
-    /// A descriptor that cannot be duplicated: EBADF for a number that is not a descriptor.
-    pub(crate) fn descriptor(fd: c_int, error: &io::Error) -> Self {
-        let errno = error.raw_os_error().unwrap_or(libc::EIO);
-        let text = match errno {
-            libc::EBADF => format!("{fd} is not a descriptor"),
-            _ => format!("cannot duplicate the descriptor: {error}"),
-        };
-        Self {
-            errno,
-            text,
-            remedy: None,
-        }
-    }
-}
-
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        Self {
-            errno: error.errno_or_nearest(),
-            text: error.to_string(),
-            remedy: error.remedy(),
-        }
-    }
-}
-
-thread_local! {
-    /// Message and remedy of the thread's last failure.
-    static LAST: RefCell<(CString, CString)> = RefCell::default();
-}
-
-/// Converts a text to a C string, which ends at the first NUL of the text.
-fn c_text(text: &str) -> CString {
-    let text = text.split('\0').next().unwrap_or_default();
-    CString::new(text).unwrap_or_default()
-}
-
-fn keep(failure: &Failure) {
-    let texts = (c_text(&failure.text), c_text(failure.remedy.unwrap_or_default()));
-    // While the thread exits, the value may not exist any more. No call can read the message then.
-    let _ = LAST.try_with(|last| *last.borrow_mut() = texts);
-}
-
-/// Returns the thread's last message, or its remedy if `remedy` is true. The pointer is valid until the thread's next
-/// failure.
-pub(crate) fn last(remedy: bool) -> *const c_char {
-    LAST.try_with(|last| {
-        let last = last.borrow();
-        if remedy { &last.1 } else { &last.0 }.as_ptr()
-    })
-    .unwrap_or(c"".as_ptr())
-}
-
-/// Runs the body of a C function. Returns the number that the body returns. After an error or a panic, stores the
-/// message and returns a negative errno.
-pub(crate) fn run(function: &str, body: impl FnOnce() -> Result<c_int, Failure>) -> c_int {
-    // After a panic, at worst a handle exists that the caller did not receive.
-    let result = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| {
-        Err(Failure {
-            errno: libc::EIO,
-            text: format!("{function}() panicked: this is a bug of libp2pmem, please report it"),
-            remedy: None,
-        })
-    });
-    result.unwrap_or_else(|failure| {
-        keep(&failure);
-        -failure.errno
-    })
-}
-
-/// Converts a count to the return value of a C function. A count that does not fit becomes the largest `c_int`.
-pub(crate) fn count(n: usize) -> c_int {
-    c_int::try_from(n).unwrap_or(c_int::MAX)
+/// A descriptor that cannot be duplicated: EBADF for a number that is not a descriptor.
+pub(crate) fn no_descriptor(fd: c_int, error: &io::Error) -> Failure {
+    let errno = error.raw_os_error().unwrap_or(libc::EIO);
+    let text = match errno {
+        libc::EBADF => format!("{fd} is not a descriptor"),
+        _ => format!("cannot duplicate the descriptor: {error}"),
+    };
+    Failure::new(errno, text)
 }
 
 /// A request from C, with the names of its clients.
@@ -298,30 +215,6 @@ mod tests {
     use p2pmem::fake::Fake;
     use std::ffi::CStr;
     use std::os::fd::AsFd;
-
-    #[test]
-    fn panic_becomes_errno_with_message() {
-        let hook = std::panic::take_hook();
-        std::panic::set_hook(Box::new(|_| {}));
-        let result = run("p2pmem_test", || panic!("on purpose"));
-        std::panic::set_hook(hook);
-        assert_eq!(result, -libc::EIO);
-        LAST.with(|last| assert!(last.borrow().0.to_str().unwrap().contains("p2pmem_test() panicked")));
-    }
-
-    #[test]
-    fn last_error_is_per_thread() {
-        let fail = |text: &str| run("f", || Err(Failure::argument(text)));
-        assert_eq!(fail("here"), -libc::EINVAL);
-        std::thread::spawn(move || {
-            LAST.with(|last| assert!(last.borrow().0.is_empty()));
-            assert_eq!(fail("there\0and more"), -libc::EINVAL);
-            LAST.with(|last| assert_eq!(last.borrow().0.as_c_str(), c"there"));
-        })
-        .join()
-        .unwrap();
-        LAST.with(|last| assert_eq!(last.borrow().0.as_c_str(), c"here"));
-    }
 
     #[test]
     fn want_converts_to_request() {

@@ -12,9 +12,10 @@ use std::ptr::NonNull;
 use p2pmem::{
     Access, Buffer, Device, DmaBuf, ExportOptions, Mapping, Pd, RegisterOptions, Registration, RegistrationMethod,
 };
+use p2pmem_c_sys::{copy_text, count, elements, input, last, output, run, store_all, take, text, Failure};
 use p2pmem_verbs_sys::{ibv_mr, ibv_pd};
 
-use crate::call::{self, count, last, providers, run, Failure, Want};
+use crate::call::{self, providers, Want};
 
 /// An open /dev/p2pmem, or another backend.
 pub struct p2pmem_dev(Device);
@@ -151,42 +152,12 @@ pub const P2PMEM_METHOD_DMABUF: c_int = 1;
 /// Registered by its addresses with ibv_reg_mr(), through the kernel's peer-memory interface.
 pub const P2PMEM_METHOD_PEER_MEMORY: c_int = 2;
 
-/// Converts a pointer argument to a reference. Fails for NULL.
-///
-/// # Safety
-///
-/// The pointer must be null, or valid for `'a`.
-unsafe fn input<'a, T>(pointer: *const T, what: &str) -> Result<&'a T, Failure> {
-    // SAFETY: the caller guarantees that the pointer is null or valid.
-    unsafe { pointer.as_ref() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
-}
-
-/// Converts the pointer of an output argument to a reference. Fails for NULL.
-///
-/// # Safety
-///
-/// The pointer must be null, or valid for writes for `'a`.
-unsafe fn output<'a, T>(pointer: *mut *mut T, what: &str) -> Result<&'a mut *mut T, Failure> {
-    // SAFETY: the caller guarantees that the pointer is null or valid.
-    unsafe { pointer.as_mut() }.ok_or_else(|| Failure::argument(format!("{what} is NULL")))
-}
-
-/// Takes ownership of a handle. Returns `None` for NULL.
-///
-/// # Safety
-///
-/// The pointer must be null, or a handle of this library that was not released before and is not in use.
-unsafe fn take<T>(handle: *mut T) -> Option<Box<T>> {
-    // SAFETY: the caller guarantees that the handle is valid and unused; Box::into_raw() created the handle.
-    (!handle.is_null()).then(|| unsafe { Box::from_raw(handle) })
-}
-
 /// Duplicates a descriptor of the program. Fails with EBADF for a number that is not a descriptor.
 fn duplicate(fd: c_int) -> Result<OwnedFd, Failure> {
     // SAFETY: the call accepts every number, and accesses no memory of the program.
     let new = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, 0) };
     if new < 0 {
-        return Err(Failure::descriptor(fd, &io::Error::last_os_error()));
+        return Err(call::no_descriptor(fd, &io::Error::last_os_error()));
     }
     // SAFETY: the call succeeded, so the descriptor is open and new, and no other code knows its number.
     Ok(unsafe { OwnedFd::from_raw_fd(new) })
@@ -201,26 +172,13 @@ fn duplicate(fd: c_int) -> Result<OwnedFd, Failure> {
 unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
     // SAFETY: the caller guarantees that the pointer is null or valid.
     let raw = unsafe { input(want, "want") }?;
+    // SAFETY: the caller guarantees that there are `nr_near` names.
+    let names = unsafe { elements(raw.near_devices, raw.nr_near, 64, "near_devices") }?;
     let mut near = Vec::new();
-    if raw.nr_near > 0 {
-        if raw.near_devices.is_null() {
-            return Err(Failure::argument("near_devices is NULL, and nr_near is not 0"));
-        }
-        if raw.nr_near > 64 {
-            return Err(Failure::argument(format!(
-                "{} devices, at most 64 are possible",
-                raw.nr_near
-            )));
-        }
-        for n in 0..raw.nr_near {
-            // SAFETY: the caller guarantees that there are `nr_near` names.
-            let name = unsafe { *raw.near_devices.add(n) };
-            if name.is_null() {
-                return Err(Failure::argument(format!("name {n} of near_devices is NULL")));
-            }
-            // SAFETY: the caller guarantees that the name is a NUL-terminated string.
-            near.push(unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned());
-        }
+    for (n, name) in names.iter().enumerate() {
+        // SAFETY: the caller guarantees that the name is null or a NUL-terminated string.
+        let name = unsafe { text(*name) };
+        near.push(name.ok_or_else(|| Failure::argument(format!("name {n} of near_devices is NULL")))?);
     }
     Ok(Want {
         size: raw.size,
@@ -231,27 +189,6 @@ unsafe fn want(want: *const p2pmem_want) -> Result<Want, Failure> {
         parts: raw.parts,
         near,
     })
-}
-
-/// Copies a text as snprintf() does, and returns its length in bytes.
-///
-/// # Safety
-///
-/// `to` must be valid for writes of `capacity` bytes, or `capacity` must be 0.
-unsafe fn copy_text(text: &str, to: *mut c_char, capacity: usize) -> Result<c_int, Failure> {
-    if capacity > 0 {
-        if to.is_null() {
-            return Err(Failure::argument("text is NULL, and capacity is not 0"));
-        }
-        let n = text.len().min(capacity - 1);
-        // SAFETY: `n + 1` bytes fit, which the caller guarantees, and the library's text does not overlap the program's
-        // memory.
-        unsafe {
-            std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
-            to.add(n).write(0);
-        }
-    }
-    Ok(count(text.len()))
 }
 
 /// Returns the version of the library, such as "0.1.0".
@@ -384,15 +321,8 @@ pub unsafe extern "C" fn p2pmem_list(dev: *const p2pmem_dev, out: *mut p2pmem_pr
     run("p2pmem_list", || {
         // SAFETY: this function's contract.
         let all = providers(&unsafe { input(dev, "dev") }?.0)?;
-        let there = all.len();
-        if capacity > 0 && out.is_null() {
-            return Err(Failure::argument("out is NULL, and capacity is not 0"));
-        }
-        for (n, provider) in all.into_iter().take(capacity).enumerate() {
-            // SAFETY: `n` is less than `capacity`.
-            unsafe { out.add(n).write(provider) };
-        }
-        Ok(count(there))
+        // SAFETY: this function's contract.
+        unsafe { store_all(all, out, capacity, "out") }
     })
 }
 
@@ -699,12 +629,8 @@ pub unsafe extern "C" fn p2pmem_dmabuf_open(fd: c_int, device: *const c_char, ou
         // SAFETY: this function's contract.
         let out = unsafe { output(out, "out") }?;
         let fd = duplicate(fd)?;
-        let device = if device.is_null() {
-            None
-        } else {
-            // SAFETY: the pointer is not NULL, so it points to a string (this function's contract).
-            Some(unsafe { CStr::from_ptr(device) }.to_string_lossy())
-        };
+        // SAFETY: this function's contract.
+        let device = unsafe { text(device) };
         *out = Box::into_raw(Box::new(p2pmem_dmabuf(call::dmabuf(fd, device.as_deref())?)));
         Ok(0)
     })
@@ -767,9 +693,8 @@ pub unsafe extern "C" fn p2pmem_dmabuf_exporter(
 pub unsafe extern "C" fn p2pmem_dmabuf_path(dmabuf: *const p2pmem_dmabuf, client: *const c_char) -> c_int {
     run("p2pmem_dmabuf_path", || {
         // SAFETY: this function's contract.
-        let (dmabuf, client) = unsafe { (input(dmabuf, "dmabuf")?, input(client, "client")?) };
-        // SAFETY: `client` is a string (this function's contract).
-        let client = unsafe { CStr::from_ptr(client) }.to_string_lossy();
+        let (dmabuf, client) = unsafe { (input(dmabuf, "dmabuf")?, text(client)) };
+        let client = client.ok_or_else(|| Failure::argument("client is NULL"))?;
         call::path_class(&dmabuf.0, &client)
     })
 }

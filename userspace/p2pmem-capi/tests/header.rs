@@ -3,157 +3,26 @@
 //! Tests of the C library. Fail if cbindgen creates another header than the committed one, or if the installed files do
 //! not compile in C and C++, link, or run by pkg-config.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+mod tools;
 
-/// Returns whether the test runs in the project's sandbox, which has all tools, so that no test may be skipped.
-fn in_sandbox() -> bool {
-    Path::new("/etc/p2pmem-kernel").exists()
-}
-
-fn here() -> &'static Path {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-}
-
-/// Runs a tool. Returns `None` if the tool is not installed, which fails the test in the sandbox.
-fn tool(command: &mut Command) -> Option<Output> {
-    match command.output() {
-        Ok(out) => Some(out),
-        Err(error) => {
-            assert!(!in_sandbox(), "in the sandbox {command:?} must run, but {error}");
-            eprintln!("skipped: {command:?}: {error}");
-            None
-        }
-    }
-}
-
-fn text(out: &Output) -> String {
-    format!(
-        "{}{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    )
-}
+use tools::{check_header, here, Installed};
 
 #[test]
 fn header_matches_source() {
-    let Some(version) = tool(Command::new("cbindgen").arg("--version")) else {
-        return;
-    };
-    let out = Command::new(here().join("generate"))
-        .arg("--stdout")
-        .output()
-        .expect("run the script `generate`");
-    assert!(out.status.success(), "{}", text(&out));
-    let committed = std::fs::read_to_string(here().join("include/p2pmem.h")).expect("include/p2pmem.h");
-    let fresh = String::from_utf8(out.stdout).expect("cbindgen writes UTF-8");
-    if fresh != committed {
-        let first = fresh.lines().zip(committed.lines()).position(|(a, b)| a != b);
-        assert!(
-            !in_sandbox(),
-            "include/p2pmem.h is out of date from line {:?} on: run p2pmem-capi/generate",
-            first.map(|n| n + 1)
-        );
-        eprintln!("skipped: another cbindgen: {}", text(&version));
-    }
-}
-
-/// Returns the directory of the library, which cargo builds beside this test.
-fn build_folder() -> PathBuf {
-    let test = std::env::current_exe().unwrap();
-    let folder = test.parent().unwrap();
-    let found = [folder, folder.parent().unwrap()]
-        .into_iter()
-        .find(|dir| dir.join("libp2pmem_capi.so").exists());
-    found.expect("libp2pmem_capi.so beside the test").to_owned()
+    check_header("p2pmem.h");
 }
 
 #[test]
 fn installed_library_compiles_links_and_runs() {
-    let dir = tempfile::tempdir().unwrap();
-    let build = dir.path().join("build");
-    std::fs::create_dir(&build).unwrap();
-    std::fs::copy(
-        build_folder().join("libp2pmem_capi.so"),
-        build.join("libp2pmem_capi.so"),
-    )
-    .unwrap();
-    // The preload shim has its own tests; here the file only needs to exist.
-    std::fs::write(build.join("libp2pmem_preload.so"), "").unwrap();
-    let prefix = dir.path().join("usr");
-    let out = Command::new(here().join("install"))
-        .args([&build, &prefix])
-        .env_remove("DESTDIR")
-        .output()
-        .unwrap();
-    assert!(out.status.success(), "{}", text(&out));
-
-    let pkg_config = |what: &str| {
-        let mut command = Command::new("pkg-config");
-        command
-            .args([what, "p2pmem"])
-            .env("PKG_CONFIG_PATH", prefix.join("lib/pkgconfig"));
-        let out = tool(&mut command)?;
-        assert!(out.status.success(), "{}", text(&out));
-        Some(
-            String::from_utf8(out.stdout)
-                .unwrap()
-                .split_whitespace()
-                .map(str::to_owned)
-                .collect::<Vec<_>>(),
-        )
-    };
-    let (Some(cflags), Some(libs), Some(version)) =
-        (pkg_config("--cflags"), pkg_config("--libs"), pkg_config("--modversion"))
-    else {
+    // The preload shim has its own tests.
+    let Some(installed) = Installed::new("libp2pmem_capi.so", &["libp2pmem_preload.so"], "p2pmem") else {
         return;
     };
-    assert_eq!(version, [env!("CARGO_PKG_VERSION")]);
-
     // The header of the ABI is included too, to check that the names do not conflict.
     let uapi = format!("-I{}", here().join("../../include/uapi").display());
-    let compile = |compiler: &str, standard: &str, file: &str, more: &[String]| {
-        let program = dir.path().join(file);
-        std::fs::write(&program, PROGRAM).unwrap();
-        let mut compile = Command::new(compiler);
-        compile.args([standard, "-Wall", "-Wextra", "-Wpedantic", "-Werror", &uapi]);
-        let out = tool(compile.arg(&program).args(&cflags).args(more))?;
-        assert!(out.status.success(), "{compiler}: {}", text(&out));
-        Some(())
-    };
-    compile("c++", "-std=c++17", "program.cc", &["-fsyntax-only".into()]);
-    let binary = dir.path().join("program");
-    let link = [&["-o".into(), binary.display().to_string()], &libs[..]].concat();
-    if compile("cc", "-std=c99", "program.c", &link).is_some() {
-        let out = Command::new(&binary)
-            .env("LD_LIBRARY_PATH", prefix.join("lib"))
-            .output()
-            .unwrap();
-        assert!(out.status.success(), "{}", text(&out));
-        assert_eq!(
-            String::from_utf8_lossy(&out.stdout),
-            format!("{}\n", env!("CARGO_PKG_VERSION"))
-        );
-    }
-    // The examples need the module to run, which the tests in VMs do. Here they are compiled only.
-    let mut compile = Command::new("cc");
-    compile
-        .args(["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only"])
-        .args(&cflags)
-        .args(["alloc.c", "share.c"].map(|name| here().join("examples").join(name)));
-    if in_sandbox() {
-        let out = compile.output().unwrap();
-        assert!(out.status.success(), "{}", text(&out));
-    }
-    let needed = tool(Command::new("readelf").arg("-d").arg(prefix.join("lib/libp2pmem.so")));
-    if let Some(needed) = needed {
-        let needed = text(&needed);
-        assert!(needed.contains("soname: [libp2pmem.so.0]"), "{needed}");
-        assert!(
-            !needed.contains("libibverbs"),
-            "a program that does not use RDMA must run without libibverbs: {needed}"
-        );
-    }
+    installed.check_program(PROGRAM, &[&uapi]);
+    installed.check_examples(&["alloc.c", "share.c"]);
+    installed.check_needed("libp2pmem.so");
 }
 
 /// Checks without the module that every function refuses invalid arguments with the right errno.
