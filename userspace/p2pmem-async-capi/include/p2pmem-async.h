@@ -404,6 +404,10 @@ typedef struct p2pmem_async_address {
          */
         uint32_t qkey;
         /**
+         * First packet sequence number of a connection, 24 bits.
+         */
+        uint32_t psn;
+        /**
          * Local identifier (LID) of the port; 0 on Ethernet.
          */
         uint16_t lid;

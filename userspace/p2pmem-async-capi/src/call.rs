@@ -72,6 +72,7 @@ impl Port {
                 Ok(MemorySource::Accelerator {
                     device: device.clone(),
                     near: self.nic.clone(),
+                    provider: None,
                 })
             }
             other => Err(Failure::argument(format!("{other} is no place of memory"))),
@@ -126,6 +127,7 @@ impl From<Address> for p2pmem_async_address {
             gid: address.gid,
             qpn: address.qpn,
             qkey: address.qkey,
+            psn: address.psn,
             lid: address.lid,
             mtu: address.mtu,
             reserved: 0,
@@ -141,6 +143,7 @@ impl From<&p2pmem_async_address> for Address {
             gid: address.gid,
             qkey: address.qkey,
             mtu: address.mtu,
+            psn: address.psn,
         }
     }
 }

@@ -94,6 +94,8 @@ pub struct p2pmem_async_address {
     pub qpn: u32,
     /// Queue key of datagrams.
     pub qkey: u32,
+    /// First packet sequence number of a connection, 24 bits.
+    pub psn: u32,
     /// Local identifier (LID) of the port; 0 on Ethernet.
     pub lid: u16,
     /// Path MTU (IBV_MTU_*).

@@ -96,12 +96,18 @@ pub enum MemorySource {
         device: Device,
         /// The NIC.
         near: Client,
+        /// Id of the provider, which the executor is part of; `None` for any provider near the NIC.
+        provider: Option<u32>,
     },
 }
 
 impl MemorySource {
-    fn buffer(device: &Device, near: &Client, len: usize) -> Result<Buffer> {
-        Ok(device.alloc(&Request::new(len as u64).near([near.clone()]))?)
+    fn buffer(device: &Device, near: &Client, provider: Option<u32>, len: usize) -> Result<Buffer> {
+        let mut request = Request::new(len as u64).near([near.clone()]);
+        if let Some(provider) = provider {
+            request = request.provider(provider);
+        }
+        Ok(device.alloc(&request)?)
     }
 
     /// Allocates memory for queues.
@@ -120,8 +126,8 @@ impl MemorySource {
                     used: 0,
                 }
             }
-            Self::Accelerator { device, near } => {
-                let buffer = Self::buffer(device, near, len)?;
+            Self::Accelerator { device, near, provider } => {
+                let buffer = Self::buffer(device, near, *provider, len)?;
                 let dmabuf = buffer.export(&ExportOptions::new().pinned(true))?;
                 QueueMemory {
                     memory: Arc::new(PeerMemory::new(&buffer)?),
@@ -151,8 +157,8 @@ impl MemorySource {
                     Registered::Host(registered),
                 )
             }
-            Self::Accelerator { device, near } => {
-                let buffer = Self::buffer(device, near, len)?;
+            Self::Accelerator { device, near, provider } => {
+                let buffer = Self::buffer(device, near, *provider, len)?;
                 let memory = PeerMemory::new(&buffer)?;
                 let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
                 let registered = buffer.register(domain, access)?;
@@ -258,7 +264,11 @@ mod tests {
         if pinned {
             fake.allow_pinned(provider);
         }
-        MemorySource::Accelerator { device, near: near() }
+        MemorySource::Accelerator {
+            device,
+            near: near(),
+            provider: None,
+        }
     }
 
     fn near() -> Client {

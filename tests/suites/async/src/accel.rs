@@ -7,8 +7,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::hardware::{AccelMemory, Hardware};
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem::{AttachOptions, Attachment, Buffer, Client, Device, Mapping, Request};
+use p2pmem::{AttachOptions, Attachment, Buffer, Device, Mapping};
 use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
 use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
@@ -84,12 +85,14 @@ pub struct AccelExecutor {
     places: Vec<Option<(Place, usize)>>,
     /// Entries of the present program.
     entries: Vec<Entry>,
+    /// Number of entries of the ring.
+    size: u32,
     submitted: VecDeque<Submitted>,
     last: Option<u32>,
 }
 
 /// Returns the place `offset` bytes after another one.
-fn plus(place: Place, offset: u64) -> Place {
+fn offset_by(place: Place, offset: u64) -> Place {
     match place {
         Place::Memory(at) => Place::Memory(at + offset),
         Place::Bus(at) => Place::Bus(at + offset),
@@ -113,7 +116,7 @@ fn find(places: &[Option<(Place, usize)>], target: Target, size: usize) -> Resul
     if end.is_none_or(|end| end > len as u64) {
         bail!("{size} bytes at {target} exceed the {len} bytes of the region");
     }
-    Ok(plus(place, target.offset))
+    Ok(offset_by(place, target.offset))
 }
 
 /// Translates an operation to entries.
@@ -130,7 +133,7 @@ fn translate(operation: &Operation, places: &[Option<(Place, usize)>], into: &mu
             into.extend(data.chunks_exact(8).zip(0..).map(|(bytes, number)| {
                 let mut word = [0; 8];
                 word.copy_from_slice(bytes);
-                Entry::store64(plus(at, 8 * number), u64::from_le_bytes(word))
+                Entry::store64(offset_by(at, 8 * number), u64::from_le_bytes(word))
             }));
             return Ok(());
         }
@@ -143,43 +146,36 @@ fn translate(operation: &Operation, places: &[Option<(Place, usize)>], into: &mu
 }
 
 impl AccelExecutor {
-    /// Describes an accelerator with a ring of `entries` as the peer of queues.
+    /// Describes an accelerator with a ring of `entries` as the peer of queues. A block of a program takes an entry for each
+    /// 8 bytes, so a program with blocks can be too long for the ring, although the peer takes it.
     pub fn peer(entries: u32) -> Peer {
         Peer::new("accelerator", Capabilities::all(), entries as usize)
     }
 
-    /// Starts ring `number` of an accelerator, with `entries` entries in a buffer of p2pmem near a client. `limit` is the time
-    /// limit of each poll.
+    /// Starts ring `number` of an accelerator, with `entries` entries in its memory. `limit` is the time limit of each poll.
     ///
     /// # Errors
     ///
     /// Those of the allocation and of the ring.
-    pub fn new(
-        accel: &Arc<Accel>,
-        number: u32,
-        entries: u32,
-        device: &Device,
-        near: &Client,
-        limit: Duration,
-    ) -> Result<Self> {
+    pub fn new(hardware: &Hardware, number: u32, entries: u32, limit: Duration) -> Result<Self> {
         let area = RingOptions::area(entries);
-        let request = Request::new(area + TIMESTAMP_SIZE).near([near.clone()]);
-        let buffer = device.alloc(&request).context("memory for the ring")?;
-        let base = buffer.bar_offset().context("the buffer's place is unknown")?;
-        let memory = RingBuffer {
-            mapping: buffer.map()?,
-            base,
-        };
+        let AccelMemory {
+            mapping,
+            buffer,
+            offset: base,
+        } = hardware.memory(area + TIMESTAMP_SIZE).context("memory for the ring")?;
+        let memory = RingBuffer { mapping, base };
         let options = RingOptions {
             poll_limit: limit,
             ..RingOptions::new(base, entries)
         };
         Ok(Self {
-            ring: Ring::new(accel.clone(), number, memory, options)?,
+            ring: Ring::new(hardware.accel.clone(), number, memory, options)?,
             buffer,
             clock: base + area,
             places: Vec::new(),
             entries: Vec::new(),
+            size: entries,
             submitted: VecDeque::new(),
             last: None,
         })
@@ -230,9 +226,20 @@ impl AccelExecutor {
     }
 
     fn push(&mut self, entries: &[Entry], program: Option<Program>) -> Result<()> {
+        if entries.len() > self.size as usize {
+            bail!(
+                "a program of {} entries does not fit a ring of {}",
+                entries.len(),
+                self.size
+            );
+        }
         if (self.ring.free() as usize) < entries.len() {
             // Reads how far the accelerator is.
-            self.ring.refresh()?;
+            match self.ring.refresh() {
+                Ok(()) => {}
+                Err(driver::Error::RingStopped { index, status, .. }) => return Err(self.failure(index, status)),
+                Err(error) => return Err(error.into()),
+            }
             if (self.ring.free() as usize) < entries.len() {
                 bail!(
                     "the ring has no space for {} entries: wait for earlier programs",

@@ -5,6 +5,7 @@
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use crate::report::{Report, Row};
+use crate::two_nodes::Mode;
 
 /// Colors adapt to the reader's choice of a light or dark page.
 const STYLE: &str = "
@@ -24,8 +25,8 @@ fn chart(rows: &[&Row], value: impl Fn(&Row) -> f64, text: impl Fn(f64) -> Strin
     html! {
         @for row in rows {
             div.bar {
-                span { (row.driver_name()) }
-                div class=[(row.mode == crate::two_nodes::Driver::Device).then_some("device")]
+                span { (row.mode_name()) }
+                div class=[(row.mode == Mode::Device).then_some("device")]
                     style={ "width:" (format!("{:.2}", 100.0 * value(row) / largest)) "%" } {}
                 span { (text(value(row))) }
             }
@@ -62,16 +63,13 @@ pub fn page(report: &Report) -> String {
                 }
                 @if !report.failures.is_empty() { ul { @for failure in &report.failures { li.failed { (failure) } } } }
                 @for group in &groups {
-                    h2 {
-                        (match group[0].transport { crate::two_nodes::Transport::Rc => "RC", crate::two_nodes::Transport::Ud => "UD" })
-                        ", " (group[0].size) " bytes"
-                    }
+                    h2 { (group[0].message_name()) }
                     h3 { "Instructions of the processors for a message" }
                     (chart(group, |row| row.cpu_instructions_per_message, |value| format!("{value:.0}")))
                     @if let Some(between) = group.iter().find_map(|row| row.between_batches) {
                         p {
-                            "Between two batches of the accelerator: " (format!("{:.1}", between.cpu_instructions_per_message))
-                            " instructions for each of " (between.messages) " messages."
+                            "While the processors sleep and the accelerators send " (between.messages) " messages: "
+                            (format!("{:.1}", between.cpu_instructions_per_message)) " instructions for a message."
                         }
                     }
                     h3 { "Accesses of the processors to registers for a message" }
@@ -94,8 +92,13 @@ pub fn page(report: &Report) -> String {
                         }
                     }
                 } }
+                h2 { "A GPU" }
+                @match (&report.real_gpu.device, &report.real_gpu.why) {
+                    (Some(device), _) => p { (device) " drove two NICs of one process; its numbers are in the JSON report." }
+                    (None, why) => p { "No GPU: " (why.as_deref().unwrap_or("not measured")) }
+                }
                 @if !report.aborted.is_empty() {
-                    h2 { "Runs that end in the middle" }
+                    h2 { "Byte code that ends in the middle" }
                     table {
                         tr { th { "what was done" } th { "what the processor saw" } }
                         @for aborted in &report.aborted { tr { td { (aborted.case) } td { (aborted.error) } } }

@@ -8,28 +8,25 @@ pub mod cpu;
 pub mod device;
 pub mod usage;
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use clap::ValueEnum;
-use p2pmem::rdma::Nic;
-use p2pmem::{Buffer, Client, Device, Mapping, Request};
-use p2pmem_accel_regs::driver::Accel;
 use p2pmem_async::endpoint::Address;
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
 use serde::{Deserialize, Serialize};
 
+use crate::hardware::Hardware;
 use usage::{Devices, Processor};
 
 /// What drives a node's NIC and accelerator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Driver {
+pub enum Mode {
     /// The processor, which polls completions.
     CpuPolling,
-    /// The processor, which sleeps until the NIC's driver has an event.
+    /// The processor, which sleeps until the NIC's driver has an event, and between looks at the accelerator's progress.
     CpuEvents,
     /// The accelerator.
     Device,
@@ -49,7 +46,7 @@ pub enum Transport {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Parameters {
     /// What drives both nodes.
-    pub driver: Driver,
+    pub mode: Mode,
     /// The transport.
     pub transport: Transport,
     /// Bytes of a message: a multiple of 4.
@@ -82,10 +79,10 @@ impl Parameters {
         ensure!((1..=64).contains(&self.batch), "a batch has 1 to 64 iterations");
         ensure!(
             (1..=1_000_000).contains(&self.iterations),
-            "1 to 1,000,000 iterations are possible, as an f32 counts to 2^24"
+            "1 to 1,000,000 iterations are possible: above 2^24, not every integer is an f32"
         );
         ensure!(
-            self.steady == 0 || self.driver == Driver::Device,
+            self.steady == 0 || self.mode == Mode::Device,
             "only the accelerator works while the processor sleeps"
         );
         ensure!(
@@ -176,86 +173,16 @@ pub trait Side {
     /// The memory is gone.
     fn payload(&self) -> Result<Vec<f32>>;
 
-    /// Submits iterations at once, lets the processor sleep until they have ended, and then as long without work.
+    /// Submits iterations at once, lets the processor sleep until they have ended, and then as long without work. Both nodes
+    /// start at the same time. `expected` is the time that the iterations will take.
     ///
     /// # Errors
     ///
     /// Those of [`Side::iterate`]; the side is driven by the processor.
-    fn steady(&mut self, count: u32, expected: Duration, deadline: Deadline) -> Result<Steady> {
-        let _ = (count, expected, deadline);
+    fn steady(&mut self, count: u32, expected: Duration, wire: &mut Wire, deadline: Deadline) -> Result<Steady> {
+        let _ = (count, expected, wire, deadline);
         bail!("only the accelerator works while the processor sleeps")
     }
-}
-
-/// The devices of a node.
-#[derive(Debug)]
-pub struct Hardware {
-    /// The NIC.
-    pub nic: Nic,
-    /// Its name.
-    pub name: String,
-    /// The accelerator.
-    pub accel: Arc<Accel>,
-    /// The open device of p2pmem.
-    pub device: Device,
-    /// The NIC as a client of memory.
-    pub near: Client,
-}
-
-impl Hardware {
-    /// Opens NIC and accelerator.
-    ///
-    /// # Errors
-    ///
-    /// One of them cannot be opened.
-    pub fn open(name: &str, accel: &str) -> Result<Self> {
-        let nic = Nic::open(name)?;
-        let near = nic.client().clone();
-        Ok(Self {
-            nic,
-            name: name.to_owned(),
-            accel: Arc::new(Accel::open(accel)?),
-            device: Device::open()?,
-            near,
-        })
-    }
-
-    /// Allocates memory of the accelerator.
-    ///
-    /// # Errors
-    ///
-    /// Those of the allocation.
-    pub fn memory(&self, bytes: u64) -> Result<AccelMemory> {
-        let buffer = self.device.alloc(&Request::new(bytes).near([self.near.clone()]))?;
-        let offset = buffer.bar_offset().context("the buffer's place is unknown")?;
-        Ok(AccelMemory {
-            mapping: buffer.map()?,
-            buffer,
-            offset,
-        })
-    }
-
-    /// Allocates memory of the accelerator with `bytes` bytes of the value 1.0.
-    ///
-    /// # Errors
-    ///
-    /// Those of the allocation.
-    pub fn ones(&self, bytes: u32) -> Result<AccelMemory> {
-        let memory = self.memory(bytes.into())?;
-        memory.mapping.copy_from_slice(0, &vec![1_f32; bytes as usize / 4])?;
-        Ok(memory)
-    }
-}
-
-/// Memory of the accelerator, mapped.
-#[derive(Debug)]
-pub struct AccelMemory {
-    /// The mapping.
-    pub mapping: Mapping,
-    /// The buffer.
-    pub buffer: Buffer,
-    /// Offset in the accelerator's memory.
-    pub offset: u64,
 }
 
 /// Whether a node starts.
@@ -280,9 +207,9 @@ pub fn run(
     deadline: Deadline,
 ) -> Result<Measured> {
     parameters.check()?;
-    let mut side: Box<dyn Side> = match parameters.driver {
-        Driver::Device => Box::new(device::DeviceSide::new(hardware, parameters, role, deadline)?),
-        Driver::CpuPolling | Driver::CpuEvents => Box::new(cpu::CpuSide::new(hardware, parameters, role)?),
+    let mut side: Box<dyn Side> = match parameters.mode {
+        Mode::Device => Box::new(device::DeviceSide::new(hardware, parameters, role, deadline)?),
+        Mode::CpuPolling | Mode::CpuEvents => Box::new(cpu::CpuSide::new(hardware, parameters, role)?),
     };
     wire.send(&side.address())?;
     let other: Address = wire.receive(deadline)?;
@@ -292,20 +219,23 @@ pub fn run(
     let warm = 2 * parameters.batch;
     side.iterate(warm, parameters.batch, deadline)?;
 
-    let (before, started) = (Devices::read()?, side.clock(deadline)?);
     wire.meet(deadline)?;
+    let before = Devices::read()?;
+    let started = side.clock(deadline)?;
     let cpu = Processor::read()?;
     side.iterate(parameters.iterations, parameters.batch, deadline)?;
     let cpu = Processor::read()?.since(cpu);
     let nanoseconds = side.clock(deadline)?.saturating_sub(started);
-    let devices = Devices::read()?.since(before);
+    let mut devices = Devices::read()?.since(before);
+    // Each reading of the clock starts the accelerator's ring once.
+    devices.trapped = devices.trapped.saturating_sub(2);
     wire.meet(deadline)?;
 
     let steady = match parameters.steady {
         0 => None,
         count => {
             let expected = Duration::from_nanos(nanoseconds / u64::from(parameters.iterations)) * count;
-            let steady = side.steady(count, expected, deadline)?;
+            let steady = side.steady(count, expected, wire, deadline)?;
             wire.meet(deadline)?;
             Some(steady)
         }
@@ -338,7 +268,7 @@ mod tests {
     #[test]
     fn impossible_parameters_are_refused_with_the_reason() {
         let good = Parameters {
-            driver: Driver::Device,
+            mode: Mode::Device,
             transport: Transport::Ud,
             size: 128,
             batch: 20,
@@ -353,7 +283,7 @@ mod tests {
             (Parameters { iterations: 0, ..good }, "1 to 1,000,000"),
             (
                 Parameters {
-                    driver: Driver::CpuPolling,
+                    mode: Mode::CpuPolling,
                     ..good
                 },
                 "only the accelerator",

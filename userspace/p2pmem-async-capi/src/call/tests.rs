@@ -340,10 +340,11 @@ fn addresses_survive_the_conversion() {
         gid: [3; 16],
         qkey: 4,
         mtu: 5,
+        psn: 6,
     };
     assert_eq!(Address::from(&p2pmem_async_address::from(address)), address);
     // The structure is sent to other machines.
-    assert_eq!(size_of::<p2pmem_async_address>(), 28);
+    assert_eq!(size_of::<p2pmem_async_address>(), 32);
 }
 
 #[test]

@@ -118,6 +118,7 @@ impl Options {
             MemoryKind::Accelerator => MemorySource::Accelerator {
                 device: Device::open()?,
                 near: nic.client().clone(),
+                provider: None,
             },
         })
     }

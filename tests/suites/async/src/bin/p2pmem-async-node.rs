@@ -11,7 +11,8 @@ use clap::{Args, Parser, Subcommand};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
 use p2pmem_async::pingpong::{accept, connect};
-use p2pmem_async_suite::two_nodes::{self, Driver, Hardware, Parameters, Role, Transport, abort};
+use p2pmem_async_suite::hardware::Hardware;
+use p2pmem_async_suite::two_nodes::{self, Mode, Parameters, Role, Transport, abort};
 
 /// Messages between two nodes, with a computation in the accelerator for each.
 #[derive(Parser)]
@@ -26,7 +27,7 @@ enum Command {
     Serve(Common),
     /// Connect to the node that waits
     Run(Run),
-    /// End byte code in the middle in several ways, on this node alone; print what the processor saw
+    /// On this node alone, end byte code in the middle, and print what the processor saw
     Abort(Common),
 }
 
@@ -54,7 +55,7 @@ struct Run {
     common: Common,
     /// What drives NIC and accelerator
     #[arg(long)]
-    driver: Driver,
+    mode: Mode,
     /// Transport
     #[arg(long, default_value = "rc")]
     transport: Transport,
@@ -67,7 +68,7 @@ struct Run {
     /// Iterations
     #[arg(long, short = 'n', default_value_t = 1000)]
     iterations: u32,
-    /// Iterations that are submitted at once, while which the processor sleeps
+    /// Iterations that are submitted at once, and during which the processor sleeps
     #[arg(long, default_value_t = 0)]
     steady: u32,
 }
@@ -85,7 +86,7 @@ fn main() -> Result<()> {
         Command::Run(run) => {
             let deadline = Deadline::after(Duration::from_secs(run.common.timeout));
             let parameters = Parameters {
-                driver: run.driver,
+                mode: run.mode,
                 transport: run.transport,
                 size: run.size,
                 batch: run.batch,

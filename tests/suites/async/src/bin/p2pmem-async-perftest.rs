@@ -18,9 +18,9 @@ use p2pmem_async::interpreter::Interpreter;
 use p2pmem_async::memory::MemorySource;
 use p2pmem_async::wqe::Transport;
 use p2pmem_async_suite::accel::AccelExecutor;
+use p2pmem_async_suite::hardware::Hardware;
 use p2pmem_async_suite::perftest::handshake::{Role, accept, left};
 use p2pmem_async_suite::perftest::{Local, MAX_ITERATIONS, Outcome, Test, receive, send};
-use p2pmem_async_suite::two_nodes::Hardware;
 use serde::Serialize;
 
 /// Entries of the accelerator's ring: more than one program has.
@@ -165,10 +165,7 @@ fn run(options: &Options) -> Result<()> {
         _ => None,
     };
     let memory = match &hardware {
-        Some(hardware) => MemorySource::Accelerator {
-            device: hardware.device.clone(),
-            near: hardware.near.clone(),
-        },
+        Some(hardware) => hardware.source(),
         None => MemorySource::Host,
     };
     let endpoint = Endpoint::new(
@@ -186,10 +183,9 @@ fn run(options: &Options) -> Result<()> {
     let limit = left(deadline)?;
     let mut engine = match &hardware {
         Some(hardware) => {
-            let (accel, device, near) = (&hardware.accel, &hardware.device, &hardware.near);
-            let mut executor = AccelExecutor::new(accel, 0, RING_ENTRIES, device, near, limit)?;
+            let mut executor = AccelExecutor::new(hardware, 0, RING_ENTRIES, limit)?;
             Engine::Accel {
-                _attachment: executor.map_endpoint(&endpoint, device)?,
+                _attachment: executor.map_endpoint(&endpoint, &hardware.device)?,
                 executor: Box::new(executor),
             }
         }

@@ -4,6 +4,7 @@
 //! messages to each other, and reports instructions, accesses to registers, and bytes of host memory for each message.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -14,7 +15,7 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem_async_suite::page::page;
 use p2pmem_async_suite::report::{Aborted, RealGpu, Report, Row, missed};
-use p2pmem_async_suite::two_nodes::{Driver, Measured, Parameters, Transport};
+use p2pmem_async_suite::two_nodes::{Measured, Mode, Parameters, Transport};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
@@ -29,8 +30,8 @@ const NODES: [&str; 2] = ["a", "b"];
 /// TCP port of the node that waits.
 const PORT: u16 = 18540;
 /// The time limit of a short command, and of a measurement.
-const SHORT: Duration = Duration::from_secs(60);
-const LONG: Duration = Duration::from_secs(180);
+const SHORT_LIMIT: Duration = Duration::from_secs(60);
+const LONG_LIMIT: Duration = Duration::from_secs(180);
 /// Iterations of a batch.
 const BATCH: u32 = 20;
 /// Iterations that the accelerator executes while the processor sleeps.
@@ -77,7 +78,7 @@ struct Bed {
 
 impl Bed {
     /// Checks the outcome of a command. Returns its standard output.
-    fn taken(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
+    fn check_outcome(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
         self.findings
             .extend(outcome.findings.iter().map(|line| format!("{name}: {line}")));
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
@@ -93,9 +94,9 @@ impl Bed {
     }
 
     fn run(&mut self, name: &str, argv: &[&str]) -> Result<String> {
-        let command = Command::new(argv.iter().copied()).limit(SHORT);
+        let command = Command::new(argv.iter().copied()).limit(SHORT_LIMIT);
         let outcome = self.cluster.exec(name, &command)?;
-        self.taken(name, &command, outcome)
+        self.check_outcome(name, &command, outcome)
     }
 
     /// Returns the options that name the devices of a node.
@@ -115,8 +116,8 @@ impl Bed {
         let mut run = vec![self.node.clone(), "run".into()];
         run.extend(self.hardware(0)?);
         for (option, value) in [
-            ("--driver", word(&parameters.driver)),
-            ("--transport", word(&parameters.transport)),
+            ("--mode", option_value(&parameters.mode)),
+            ("--transport", option_value(&parameters.transport)),
             ("--size", parameters.size.to_string()),
             ("--batch", parameters.batch.to_string()),
             ("--iterations", parameters.iterations.to_string()),
@@ -125,24 +126,24 @@ impl Bed {
             run.extend([option.to_owned(), value]);
         }
         run.push(address);
-        let server = Command::new(serve).limit(LONG).listen(Listen::Tcp(PORT));
-        let client = Command::new(run).limit(LONG);
+        let server = Command::new(serve).limit(LONG_LIMIT).listen(Listen::Tcp(PORT));
+        let client = Command::new(run).limit(LONG_LIMIT);
         let served = self
             .cluster
             .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
-        let second = self.taken(NODES[1], &server, served.server);
+        let second = self.check_outcome(NODES[1], &server, served.server);
         let Some(first) = served.client else {
             bail!("the other node did not come up: {:?}", second.err());
         };
         // The error of the node that starts names the cause, also if the other one caused it.
-        let first = self.taken(NODES[0], &client, first)?;
+        let first = self.check_outcome(NODES[0], &client, first)?;
         let parse = |text: &str| serde_json::from_str::<Measured>(text).with_context(|| format!("output {text:?}"));
         Row::new(parameters, &[parse(&first)?, parse(&second?)?]).context("the kernel does not count the time of tasks")
     }
 }
 
 /// Returns a value of an option as the command line has it.
-fn word(value: &impl ValueEnum) -> String {
+fn option_value(value: &impl ValueEnum) -> String {
     let value = value.to_possible_value();
     value.map(|value| value.get_name().to_owned()).unwrap_or_default()
 }
@@ -165,9 +166,14 @@ fn main() -> ExitCode {
     };
     // If this run is killed, an earlier report must not pass for its report.
     for path in [&cli.report, &cli.page] {
-        let _ = fs::remove_file(path);
+        if let Err(error) = fs::remove_file(path) {
+            if error.kind() != ErrorKind::NotFound {
+                println!("{}: {error}", path.display());
+                return ExitCode::FAILURE;
+            }
+        }
     }
-    match work(&cli, &mut report) {
+    match run_demo(&cli, &mut report) {
         Ok(()) => report.failures.extend(missed(&report.table)),
         Err(error) => report.failures.push(format!("{error:#}")),
     }
@@ -199,7 +205,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn work(cli: &Cli, report: &mut Report) -> Result<()> {
+fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.kernel_release = kernel::release()?;
@@ -213,7 +219,7 @@ fn work(cli: &Cli, report: &mut Report) -> Result<()> {
         findings: Vec::new(),
         node: utf8(&sibling("p2pmem-async-node")?)?.to_owned(),
     };
-    let worked = measure(cli, &module, &mut bed, report);
+    let done = measure_all(cli, &module, &mut bed, report);
     let Bed {
         cluster, mut findings, ..
     } = bed;
@@ -224,12 +230,12 @@ fn work(cli: &Cli, report: &mut Report) -> Result<()> {
     report
         .failures
         .extend(findings.iter().map(|line| format!("kernel log: {line}")));
-    worked?;
+    done?;
     report.real_gpu = real_gpu()?;
     Ok(())
 }
 
-fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Result<()> {
+fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Result<()> {
     println!("2. Load the module, and publish the accelerators; pinned exports are permitted for queues");
     let ctl = tool("p2pmemctl")?;
     for name in NODES {
@@ -253,13 +259,13 @@ fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Resu
 
     println!("3. Messages: receive, compute, send");
     for (transport, size, iterations) in messages(cli.shorter) {
-        for driver in [Driver::CpuPolling, Driver::CpuEvents, Driver::Device] {
-            let steady = match driver {
-                Driver::Device if size == 128 => STEADY,
+        for mode in [Mode::CpuPolling, Mode::CpuEvents, Mode::Device] {
+            let steady = match mode {
+                Mode::Device if size == 128 => STEADY,
                 _ => 0,
             };
             let row = bed.measure(&Parameters {
-                driver,
+                mode,
                 transport,
                 size,
                 batch: BATCH,
@@ -272,11 +278,12 @@ fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Resu
     }
     print(&report.table);
 
-    println!("4. Runs that end in the middle");
+    println!("4. Byte code that ends in the middle");
     let mut abort = vec![bed.node.clone(), "abort".into()];
     abort.extend(bed.hardware(0)?);
-    let argv: Vec<&str> = abort.iter().map(String::as_str).collect();
-    let text = bed.run(NODES[0], &argv)?;
+    let command = Command::new(abort).limit(LONG_LIMIT);
+    let outcome = bed.cluster.exec(NODES[0], &command)?;
+    let text = bed.check_outcome(NODES[0], &command, outcome)?;
     let aborted: Vec<Aborted> = serde_json::from_str(&text).context("output of p2pmem-async-node abort")?;
     for aborted in &aborted {
         println!("   {}: {}", aborted.case, aborted.error);
@@ -302,22 +309,31 @@ fn measure(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> Resu
 fn real_gpu() -> Result<RealGpu> {
     let program = sibling("p2pmem-async-gpu")?;
     let output = std::process::Command::new(&program)
-        .args(["--executor", "kernel"])
+        .args(["--iterations", "200"])
         .output()
         .with_context(|| program.display().to_string())?;
-    if !output.status.success() {
-        let why = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-        return Ok(RealGpu {
-            device: None,
-            table: Value::Null,
-            why: Some(why),
-        });
+    ensure!(
+        output.status.success(),
+        "p2pmem-async-gpu: {}: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr).trim()
+    );
+    let mut value: Value = serde_json::from_slice(&output.stdout).context("output of p2pmem-async-gpu")?;
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    let (device, why) = (text(&value["device"]), text(&value["why"]));
+    match (&device, &why) {
+        (Some(device), _) => println!("6. A GPU drives two NICs of one process: {device}"),
+        (None, why) => println!("6. No GPU: {}", why.as_deref().unwrap_or("the reason is unknown")),
     }
-    let value: Value = serde_json::from_slice(&output.stdout).context("output of p2pmem-async-gpu")?;
     Ok(RealGpu {
-        device: value["device"].as_str().map(str::to_owned),
-        table: value["table"].clone(),
-        why: None,
+        // Without a GPU, the table has only the rows of the CPU.
+        table: if device.is_some() {
+            value["table"].take()
+        } else {
+            Value::Null
+        },
+        device,
+        why,
     })
 }
 

@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use p2pmem::AttachmentState;
 use p2pmem_async::Error;
+use p2pmem_async::bytecode::wait_for;
 use p2pmem_async::cqe::{OWNER, Syndrome};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::region::RegionKind;
@@ -15,12 +16,13 @@ use p2pmem_async::sys::uverbs::QpState;
 
 use super::device::{DeviceSide, Settings};
 use super::usage::Devices;
-use super::{Hardware, Role, Side, Transport};
+use super::{Role, Side, Transport};
+use crate::hardware::Hardware;
 use crate::report::Aborted;
 
-/// The time limit of a poll that must not come true, and of one that must.
-const NEVER: Duration = Duration::from_millis(50);
-const SOON: Duration = Duration::from_secs(30);
+/// The time limit of a poll that does not come true, and of one that does.
+const SHORT_POLL: Duration = Duration::from_millis(50);
+const LONG_POLL: Duration = Duration::from_secs(30);
 /// Receives of each queue pair.
 const RECEIVES: u32 = 4;
 
@@ -37,7 +39,7 @@ fn settings(role: Role) -> Settings {
         operations: 64,
         queue: 16,
         completions: 32,
-        limit: SOON,
+        limit: LONG_POLL,
     }
 }
 
@@ -54,14 +56,15 @@ fn pair(hardware: &Hardware, first: Settings) -> Result<(DeviceSide, DeviceSide)
 
 /// Sends a message from `a` to `b`, by the accelerator.
 fn message(a: &mut DeviceSide, b: &mut DeviceSide) -> Result<()> {
-    b.receive()?;
-    b.executor.start()?;
     a.send(true)?;
     let sent = a.endpoint.qp().send_cq().peek_cq(1)?;
     a.executor.submit(sent.program)?;
     a.executor.start()?;
-    a.executor.finish(SOON)?;
-    b.executor.finish(SOON)?;
+    a.executor.finish(LONG_POLL)?;
+    // The message has arrived, so that the poll comes true at once, also with a short limit.
+    b.receive()?;
+    b.executor.start()?;
+    b.executor.finish(LONG_POLL)?;
     for (queue, count) in [(a.endpoint.qp().send_cq(), 1), (b.endpoint.qp().receive_cq(), 1)] {
         let completions = queue.poll_cq(usize::MAX)?;
         ensure!(
@@ -87,15 +90,15 @@ fn aborted(case: &str, error: impl std::fmt::Display, words: &[&str]) -> Result<
 /// A message that never comes: the ring stops at the poll, and works again after an abort.
 fn no_message(hardware: &Hardware) -> Result<Aborted> {
     let short = Settings {
-        limit: NEVER,
+        limit: SHORT_POLL,
         ..settings(Role::First)
     };
     let (mut a, mut b) = pair(hardware, short)?;
     let peek = a.endpoint.qp().receive_cq().peek_cq(1)?;
     a.executor.submit(peek.program)?;
     a.executor.start()?;
-    let error = a.executor.finish(SOON).err().context("the poll came true")?;
-    a.executor.abort(SOON)?;
+    let error = a.executor.finish(LONG_POLL).err().context("the poll came true")?;
+    a.executor.abort(LONG_POLL)?;
     ensure!(
         a.endpoint.qp().receive_cq().abort_peek_cq(peek.id),
         "the peek has ended"
@@ -175,23 +178,38 @@ fn overrun(hardware: &Hardware) -> Result<Aborted> {
     aborted("more work requests than completions fit", error, &["completion queue"])
 }
 
-/// The other queue pair is destroyed in the middle of a batch: the NIC gives up, and the processor sees which work request
-/// failed.
+/// The other queue pair is destroyed in the middle of a batch, after the first of three messages: the NIC gives up, and the
+/// processor sees which work request failed.
 fn other_side_dies(hardware: &Hardware) -> Result<Aborted> {
-    let (mut a, b) = pair(hardware, settings(Role::First))?;
+    let (mut a, mut b) = pair(hardware, settings(Role::First))?;
+    a.send(true)?;
+    // The rest of the batch waits for a word of memory, which the processor writes after the other side's end.
+    let memory = a.data.region().clone();
+    a.executor.map(&memory)?;
+    memory.store_dword(0, 0);
+    memory.fence();
+    a.executor.submit(wait_for(&memory, 0, 1)?)?;
+    a.executor.start()?;
+    b.receive()?;
+    b.executor.start()?;
+    b.executor.finish(LONG_POLL)?;
     drop(b);
-    for _ in 0..3 {
+    for _ in 0..2 {
         a.send(true)?;
     }
     // A failure is a completion, too, so the byte code ends.
     let sent = a.endpoint.qp().send_cq().peek_cq(3)?;
     a.executor.submit(sent.program)?;
     a.executor.start()?;
-    a.executor.finish(SOON)?;
+    memory.store_dword(0, 1);
+    memory.fence();
+    a.executor.finish(LONG_POLL)?;
     let completions = a.endpoint.qp().send_cq().poll_cq(usize::MAX)?;
     let failures: Vec<_> = completions.iter().filter_map(|done| done.failure).collect();
     ensure!(
-        failures.len() == 3
+        completions.len() == 3
+            && completions[0].failure.is_none()
+            && failures.len() == 2
             && failures[0].syndrome == Syndrome::RetryExceeded
             && failures[1..].iter().all(|other| other.syndrome == Syndrome::Flushed),
         "{completions:?}"
@@ -230,7 +248,7 @@ fn error_state(hardware: &Hardware) -> Result<Aborted> {
     )
 }
 
-/// The doorbell page is destroyed while the accelerator waits: its doorbell does not arrive, and nothing else is written.
+/// The doorbell page is destroyed while the accelerator waits: its doorbell does not arrive.
 fn doorbell_revoked(hardware: &Hardware) -> Result<Aborted> {
     let (mut a, b) = pair(hardware, settings(Role::First))?;
     let peek = a.endpoint.qp().receive_cq().peek_cq(1)?;
@@ -265,7 +283,7 @@ fn doorbell_revoked(hardware: &Hardware) -> Result<Aborted> {
     let entry = completions.load_dword(60);
     completions.store_dword(60, entry & !OWNER);
     completions.fence();
-    let error = executor.finish(SOON).err().context("the doorbell was written")?;
+    let error = executor.finish(LONG_POLL).err().context("the doorbell was written")?;
     let devices = Devices::read()?.since(before);
     ensure!(devices.rung == 0, "{} doorbells were rung", devices.rung);
     drop((executor, attachment, kept, b));
@@ -282,6 +300,7 @@ fn doorbell_revoked(hardware: &Hardware) -> Result<Aborted> {
 ///
 /// A case did not end as it must.
 pub fn run(hardware: &Hardware, deadline: Deadline) -> Result<Vec<Aborted>> {
+    let before = hardware.device.info()?.buffers;
     let mut all = Vec::new();
     for case in [
         no_message,
@@ -298,7 +317,7 @@ pub fn run(hardware: &Hardware, deadline: Deadline) -> Result<Vec<Aborted>> {
         all.push(case(hardware)?);
     }
     all.pop();
-    let left = hardware.device.info()?.buffers;
-    ensure!(left == 0, "{left} buffers are left");
+    let after = hardware.device.info()?.buffers;
+    ensure!(after == before, "{before} buffers before, {after} afterwards");
     Ok(all)
 }

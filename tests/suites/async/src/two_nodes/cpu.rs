@@ -16,8 +16,9 @@ use p2pmem_perf::sys::verbs::{
 };
 use p2pmem_perf::wire::{Endpoint, Link, Window};
 
-use super::{AccelMemory, Driver, Hardware, Parameters, Role, Side, Transport};
+use super::{Mode, Parameters, Role, Side, Transport};
 use crate::accel::AccelExecutor;
+use crate::hardware::{AccelMemory, Hardware};
 
 /// Receives that are posted at the same time. The other node is at most one message ahead.
 const RECEIVES: u32 = 8;
@@ -48,13 +49,14 @@ enum Queue {
 
 /// A side that the processor drives.
 pub struct CpuSide {
+    // Fields are dropped in this order: the accelerator stops before its memory is freed, and the registration ends before the
+    // memory.
+    ring: AccelExecutor,
     queue: Queue,
     completions: Arc<Completions>,
-    // The registration ends before the memory.
     registered: BufferMemory,
     memory: AccelMemory,
     ones: AccelMemory,
-    ring: AccelExecutor,
     endpoint: Endpoint,
     role: Role,
     events: bool,
@@ -94,14 +96,7 @@ impl CpuSide {
             rkey: 0,
             bytes: 0,
         };
-        let ring = AccelExecutor::new(
-            &hardware.accel,
-            0,
-            ENTRIES,
-            &hardware.device,
-            &hardware.near,
-            Duration::from_secs(1),
-        )?;
+        let ring = AccelExecutor::new(hardware, 0, ENTRIES, Duration::from_secs(1))?;
         Ok(Self {
             queue,
             completions,
@@ -122,7 +117,7 @@ impl CpuSide {
                 handled: none,
             },
             role,
-            events: parameters.driver == Driver::CpuEvents,
+            events: parameters.mode == Mode::CpuEvents,
             size: parameters.size,
             received: 0,
             sending: 0,

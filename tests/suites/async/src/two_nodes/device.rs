@@ -10,23 +10,23 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use p2pmem::Attachment;
 use p2pmem_async::endpoint::{Address, Endpoint, EndpointOptions, Port};
-use p2pmem_async::memory::{DataMemory, MemorySource};
+use p2pmem_async::memory::DataMemory;
 use p2pmem_async::pingpong::options::Deadline;
+use p2pmem_async::pingpong::wire::Wire;
 use p2pmem_async::queue::{AsyncCq, QpLayout};
 use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
 
 use super::usage::{self, Devices, Processor};
-use super::{AccelMemory, Hardware, Parameters, Role, Side, Steady, Transport};
+use super::{Parameters, Role, Side, Steady, Transport};
 use crate::accel::AccelExecutor;
+use crate::hardware::{AccelMemory, Hardware};
 
 /// Largest number of iterations that are submitted at once.
 pub const MAX_STEADY: u32 = 1000;
 /// Entries of each queue. A datagram takes two blocks of the send queue.
 const QUEUE: u32 = 4096;
-/// Entries of the ring: an iteration takes 8.
+/// Entries of the ring: an iteration takes 7, and a batch 2 more.
 const ENTRIES: u32 = 16384;
-/// Entries that wait for a completion.
-const ENTRIES_OF_PEEK: u32 = 2;
 /// Receives that are posted: for what was submitted, and for what the other node submits meanwhile.
 const RECEIVES: u32 = 2 * MAX_STEADY;
 /// Bytes before the payload of a datagram, for its route.
@@ -36,7 +36,7 @@ const PAYLOAD: u32 = 64;
 /// The time limit of each poll.
 const POLL_LIMIT: Duration = Duration::from_secs(20);
 /// Shortest and longest time between two looks at the accelerator's progress.
-const LOOK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(500));
+const PROGRESS_INTERVAL: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(500));
 
 /// How a side is created.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +63,7 @@ pub struct DeviceSide {
     pub(super) executor: AccelExecutor,
     pub(super) attachment: Attachment,
     pub(super) endpoint: Endpoint,
-    data: DataMemory,
+    pub(super) data: DataMemory,
     ones: AccelMemory,
     role: Role,
     transport: Transport,
@@ -98,10 +98,7 @@ impl DeviceSide {
     }
 
     pub(super) fn with(hardware: &Hardware, settings: &Settings) -> Result<Self> {
-        let source = MemorySource::Accelerator {
-            device: hardware.device.clone(),
-            near: hardware.near.clone(),
-        };
+        let source = hardware.source();
         let port = Port::open(&hardware.nic)?;
         let transport = match settings.transport {
             Transport::Rc => wqe::Transport::Rc,
@@ -124,14 +121,7 @@ impl DeviceSide {
         // Bytes of 0 are the value 0.0.
         data.region().write(0, &vec![0; data.region().len()]);
         let ones = hardware.ones(settings.size)?;
-        let mut executor = AccelExecutor::new(
-            &hardware.accel,
-            settings.ring,
-            settings.entries,
-            &hardware.device,
-            &hardware.near,
-            settings.limit,
-        )?;
+        let mut executor = AccelExecutor::new(hardware, settings.ring, settings.entries, settings.limit)?;
         let attachment = executor.map_endpoint(&endpoint, &hardware.device)?;
         Ok(Self {
             executor,
@@ -213,7 +203,11 @@ impl DeviceSide {
             };
             first.get_or_insert(left);
             let most = deadline.left().context("waiting for the accelerator")?;
-            thread::sleep((self.per_entry * left).clamp(LOOK.0, LOOK.1).min(most));
+            thread::sleep(
+                (self.per_entry * left)
+                    .clamp(PROGRESS_INTERVAL.0, PROGRESS_INTERVAL.1)
+                    .min(most),
+            );
         }
         if let Some(entries) = first {
             self.per_entry = started.elapsed() / entries;
@@ -308,39 +302,35 @@ impl Side for DeviceSide {
         Ok(words.collect())
     }
 
-    fn steady(&mut self, count: u32, expected: Duration, deadline: Deadline) -> Result<Steady> {
+    fn steady(&mut self, count: u32, expected: Duration, wire: &mut Wire, deadline: Deadline) -> Result<Steady> {
         let time = expected + expected / 2;
-        ensure!(
-            time < deadline.left()?,
-            "the deadline is too early for {count} iterations"
-        );
-        let first = self.executor.next();
         self.submit(count)?;
-        // The last entries wait for the completion of the sends.
-        let entries = self.executor.next().wrapping_sub(first) - ENTRIES_OF_PEEK;
-        let devices = Devices::read()?;
+        let end = self.executor.next();
+        let before = Devices::read()?;
+        wire.meet(deadline)?;
         let begin = Processor::read()?;
-        let started = self.executor.progress()?;
         self.executor.start()?;
-        // From here on, the processor has nothing to do.
-        let sleep = || {
-            let before = usage::thread_instructions();
-            thread::sleep(time);
-            usage::thread_instructions() - before
-        };
-        let slept = sleep();
-        let ended = self.executor.progress()?;
+        // From here on, the processor has nothing to do. Usually it sleeps once.
+        let (mut sleeps, mut slept) = (0, 0);
+        loop {
+            slept += sleep(time);
+            sleeps += 1;
+            match self.executor.left(end) {
+                Ok(0) => break,
+                Ok(_) => deadline.left().context("waiting for the accelerator")?,
+                Err(error) => return Err(self.explain(error)),
+            };
+        }
         let busy = Processor::read()?.since(begin);
-        let devices = Devices::read()?.since(devices);
-        let done = u64::from(ended.wrapping_sub(started));
-        self.sleep(self.executor.next(), deadline)?;
+        let devices = Devices::read()?.since(before);
         self.consume(count)?;
+        wire.meet(deadline)?;
         // The same without work.
         let begin = Processor::read()?;
-        let idle_slept = sleep();
+        let idle_slept = (0..sleeps).map(|_| sleep(time)).sum();
         let idle = Processor::read()?.since(begin);
         Ok(Steady {
-            messages: 2 * done * u64::from(count) / u64::from(entries),
+            messages: 2 * u64::from(count),
             program_instructions: slept,
             idle_program_instructions: idle_slept,
             instructions: busy.instructions,
@@ -350,4 +340,11 @@ impl Side for DeviceSide {
             host_bytes: devices.host,
         })
     }
+}
+
+/// Sleeps. Returns the instructions of this thread, and of the kernel for it, meanwhile.
+fn sleep(time: Duration) -> u64 {
+    let before = usage::thread_instructions();
+    thread::sleep(time);
+    usage::thread_instructions() - before
 }

@@ -45,8 +45,10 @@ fn interrupts_of(line: &str) -> u64 {
     numbers.map_while(|word| word.parse::<u64>().ok()).sum()
 }
 
-/// Returns the time of all tasks in nanoseconds from the text of `/proc/schedstat` (version 17): of the first processor.
+/// Returns the time of all tasks in nanoseconds from the text of `/proc/schedstat`: of the first processor. `None` if the
+/// format has another version.
 fn task_time(text: &str) -> Option<u64> {
+    text.strip_prefix("version 17\n")?;
     let line = text.lines().find_map(|line| line.strip_prefix("cpu0 "))?;
     line.split_whitespace().nth(6)?.parse().ok()
 }
@@ -59,7 +61,7 @@ impl Processor {
     /// A file of the kernel cannot be read.
     pub fn read() -> Result<Self> {
         let interrupts = fs::read_to_string("/proc/interrupts").context("/proc/interrupts")?;
-        // The scheduler adds a task's time when the task leaves the processor.
+        // The scheduler adds a task's time when another task runs.
         thread::sleep(Duration::from_nanos(1));
         let times = fs::read_to_string("/proc/schedstat").ok();
         Ok(Self {
@@ -116,7 +118,7 @@ impl Devices {
         Self::of(&host::request(&Request::Snapshot)?)
     }
 
-    /// Adds up the counters of a snapshot: node by node, or of one node.
+    /// Adds up the counters of all devices of a node.
     fn of(snapshot: &Value) -> Result<Self> {
         let mut all = Self::default();
         for device in snapshot.as_object().context("a snapshot is a map of devices")?.values() {
@@ -137,6 +139,8 @@ impl Devices {
                 Some("accel") => {
                     all.host += get(&["host_read"])? + get(&["host_written"])? + get(&["poll_host_read"])?;
                     all.trapped += get(&["register_reads"])? + get(&["register_writes"])?;
+                    // Programs map the memory. If the emulator trapped it, an access would have at most 8 bytes.
+                    all.trapped += (get(&["trapped_read"])? + get(&["trapped_written"])?).div_ceil(8);
                     // A store of 8 bytes by a message rings a doorbell.
                     all.rung += get(&["message_written"])? / 8;
                 }
@@ -170,6 +174,7 @@ mod tests {
         let text = "version 17\ntimestamp 4294892296\ncpu0 1 0 2 3 4 5 123456789 6 7\ndomain0 SMT 1\n";
         assert_eq!(task_time(text), Some(123_456_789));
         assert_eq!(task_time("version 17\n"), None);
+        assert_eq!(task_time(&text.replace("17", "18")), None);
     }
 
     #[test]
@@ -194,12 +199,13 @@ mod tests {
         let accel = json!({"kind": "accel", "counters": {
             "host_read": 1, "host_written": 2, "poll_host_read": 3,
             "register_reads": 4, "register_writes": 6, "message_written": 80,
+            "trapped_read": 9, "trapped_written": 0,
         }});
         let counted = Devices::of(&json!({"nic0": nic(20), "accel0": accel, "bridges": {"kind": "bridges"}})).unwrap();
         let expected = Devices {
             host: 126,
             payload_host: 33,
-            trapped: 5 + 20 + 10 - 10,
+            trapped: 5 + 20 + 10 + 2 - 10,
             rung: 10,
         };
         assert_eq!(counted, expected);

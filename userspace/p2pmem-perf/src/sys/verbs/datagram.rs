@@ -13,7 +13,7 @@ use super::completion::Completions;
 use super::queue_pair::{sge, QueuePair, Segment};
 use super::{errno, Domain, PORT};
 
-/// Bytes before the payload of a received datagram, for its route. The NIC may leave them unchanged.
+/// Bytes before the payload of a received datagram, for its route. The NIC may not change them.
 pub const ROUTE_BYTES: u32 = 40;
 
 /// The route to a port.
@@ -23,7 +23,7 @@ pub const ROUTE_BYTES: u32 = 40;
 /// `raw` exists until this is dropped.
 pub struct AddressHandle {
     raw: NonNull<ffi::ibv_ah>,
-    _domain: Arc<Domain>,
+    domain: Arc<Domain>,
 }
 
 // SAFETY: as for `Nic`.
@@ -48,14 +48,15 @@ impl AddressHandle {
         let raw = NonNull::new(raw).ok_or_else(io::Error::last_os_error)?;
         Ok(Self {
             raw,
-            _domain: domain.clone(),
+            domain: domain.clone(),
         })
     }
 }
 
 impl Drop for AddressHandle {
     fn drop(&mut self) {
-        // SAFETY: exists by the invariant; posted work requests have copies of its contents.
+        // SAFETY: exists by the invariant. mlx5 copies its contents to work requests, and the kernel's drivers look a handle up
+        // by its number, so a request that is still posted then fails.
         unsafe { ffi::ibv_destroy_ah(self.raw.as_ptr()) };
     }
 }
@@ -112,12 +113,16 @@ impl Datagrams {
         self.queue.domain()
     }
 
-    /// Posts a datagram to the queue pair `number` with the queue key `key` at the port of a route. It is signaled.
+    /// Posts a datagram to the queue pair `number` with the queue key `key` at the port of a route. It is signaled. A datagram
+    /// that is longer than the MTU completes with an error. Keep the handle until the completion.
     ///
     /// # Errors
     ///
-    /// ENOMEM if the queue is full, EINVAL if the datagram is longer than the MTU.
+    /// EINVAL if the route belongs to another protection domain, ENOMEM if the queue is full.
     pub fn post(&self, id: u64, local: Segment, to: &AddressHandle, number: u32, key: u32) -> io::Result<()> {
+        if !Arc::ptr_eq(&to.domain, self.domain()) {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
         let mut segment = sge(local);
         // SAFETY: all zeros is valid for the structure: null pointers, integers, and unions of integers.
         let mut wr: ffi::ibv_send_wr = unsafe { mem::zeroed() };
@@ -132,7 +137,8 @@ impl Datagrams {
             remote_qkey: key,
         };
         let mut bad = ptr::null_mut();
-        // SAFETY: the queue pair and the address handle exist by their invariants. The request and its segment live until
+        // SAFETY: the queue pair and the address handle exist by their invariants, and both belong to the same device, as they have
+        // the same domain. The request and its segment live until
         // the call returns. The NIC checks the address, see the module documentation.
         errno(unsafe { ffi::ibv_post_send(self.queue.raw(), &mut wr, &mut bad) })
     }
