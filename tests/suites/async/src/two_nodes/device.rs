@@ -194,24 +194,26 @@ impl DeviceSide {
 
     /// Sleeps until the entries before the index `end` have completed: about as long as that will take.
     fn sleep(&mut self, end: u32, deadline: Deadline) -> Result<()> {
-        let (started, mut first) = (Instant::now(), None);
+        let started = Instant::now();
+        let mut first = None;
         loop {
             let left = match self.executor.left(end) {
                 Ok(0) => break,
                 Ok(left) => left,
                 Err(error) => return Err(self.explain(error)),
             };
-            first.get_or_insert(left);
+            match first {
+                None => first = Some(left),
+                // Measured while the accelerator works.
+                Some(first) if first > left => self.per_entry = started.elapsed() / (first - left),
+                Some(_) => {}
+            }
             let most = deadline.left().context("waiting for the accelerator")?;
-            thread::sleep(
-                (self.per_entry * left)
-                    .clamp(PROGRESS_INTERVAL.0, PROGRESS_INTERVAL.1)
-                    .min(most),
-            );
+            let time = self.per_entry * left;
+            thread::sleep(time.clamp(PROGRESS_INTERVAL.0, PROGRESS_INTERVAL.1).min(most));
         }
-        if let Some(entries) = first {
-            self.per_entry = started.elapsed() / entries;
-        }
+        // The accelerator may have waited for this program, which slept too long.
+        self.per_entry = self.per_entry * 7 / 8;
         Ok(())
     }
 
