@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What libraries on devices agree on: put, put with a signal, counters, wait, flush.
+//! What libraries on devices agree on: put, put with a signal, get, counters, wait, flush.
 //!
-//! A [`Channel`] is one end of a reliable connection. Puts are posted, and [`Channel::submit`] returns the byte code that
+//! A [`Channel`] is one end of a reliable connection. Puts and gets are posted, and [`Channel::submit`] returns the byte code that
 //! starts all of them. The other side waits for a signal: 8 bytes of its memory that [`Channel::put_with_signal`] changes
 //! after the data has arrived. This side counts the puts that have completed.
 
@@ -68,6 +68,15 @@ impl Channel {
     /// Those of [`AsyncQp::post_send`](crate::queue::AsyncQp::post_send).
     pub fn put(&mut self, from: Segment, to: Remote) -> Result<u64> {
         self.post(SendOperation::Write(to), Payload::Memory(vec![from]), true)
+    }
+
+    /// Posts a READ of the other side's memory. Returns its ID. The data has arrived when the counter has counted it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`AsyncQp::post_send`](crate::queue::AsyncQp::post_send).
+    pub fn get(&mut self, to: Segment, from: Remote) -> Result<u64> {
+        self.post(SendOperation::Read(from), Payload::Memory(vec![to]), true)
     }
 
     /// Posts a WRITE, and a change of the signal at the other side after the data. Returns the ID of the change.

@@ -13,7 +13,7 @@
 //! | [`queue`] | queue pairs and completion queues: post, commit, roll back, peek, poll |
 //! | [`memory`] | memory for queues and payload, in the host or in an accelerator |
 //! | [`endpoint`] | queue pairs of a NIC |
-//! | [`channel`] | put, put with a signal, counters, wait, flush |
+//! | [`channel`] | put, put with a signal, get, counters, wait, flush |
 //! | [`sys`] | host memory, and the kernel's objects |
 //!
 //! `Documentation/design/async.md` describes the design.

@@ -31,6 +31,7 @@ pub(super) struct Summary {
     messages: u64,
     size: u32,
     verified_bytes: u64,
+    read_back_bytes: u64,
     programs: u64,
     operations: u64,
 }
@@ -46,6 +47,7 @@ struct Node {
     /// Marks the messages of this side.
     side: u8,
     verified: u64,
+    read_back: u64,
     programs: u64,
     operations: u64,
     /// Messages that were sent and received.
@@ -83,8 +85,10 @@ pub(super) fn run(options: &Options, nic: &Nic, stream: TcpStream, deadline: Dea
     let mut node = Node::new(options, nic, parameters, &mut wire, deadline, 0x11)?;
     while node.sent < parameters.messages {
         let count = node.batch();
-        let mut program = node.send(count)?;
-        program.append(node.wait(count)?);
+        let program = node.send(count)?;
+        node.execute(&program)?;
+        node.read_back(count)?;
+        let program = node.wait(count)?;
         node.execute(&program)?;
         node.verify(count)?;
     }
@@ -137,8 +141,10 @@ impl Node {
         let slots = slot(parameters.size) * parameters.batch as usize;
         let data = options
             .source(options.memory, nic)?
-            .data_memory(port.domain(), 2 * slots + 64)?;
+            .data_memory(port.domain(), 2 * slots + 128 + slot(parameters.size))?;
+        // The signal, and the value that an addition returns.
         data.region().store_qword(2 * slots, 0);
+        data.region().store_qword(2 * slots + 64, 0);
         let near = Side {
             address: endpoint.address(),
             inbox: data.remote(slots),
@@ -158,12 +164,13 @@ impl Node {
             far,
             side,
             verified: 0,
+            read_back: 0,
             programs: 0,
             operations: 0,
             sent: 0,
             received: 0,
         };
-        if parameters.mode != Mode::Put {
+        if !parameters.mode.is_put() {
             for index in 0..parameters.batch {
                 node.post_receive(index)?;
             }
@@ -177,6 +184,52 @@ impl Node {
         let left = self.parameters.messages - self.sent;
         // Not truncated: at most the batch.
         u64::from(self.parameters.batch).min(left) as u32
+    }
+
+    /// Returns the place to which an addition to the other side's signal returns the old value.
+    fn old_signal(&self) -> usize {
+        2 * slot(self.parameters.size) * self.parameters.batch as usize + 64
+    }
+
+    /// Reads the messages of a batch back from the other side, and compares them. The other side does not change them before
+    /// the next batch.
+    fn read_back(&mut self, count: u32) -> Result<()> {
+        if self.parameters.mode != Mode::PutAdd {
+            return Ok(());
+        }
+        self.drain()?;
+        let old = self.data.region().load_dword(self.old_signal());
+        ensure!(
+            u64::from(old) + 1 == self.sent,
+            "the last addition to the signal returned {old} after {} messages",
+            self.sent
+        );
+        let size = self.parameters.size;
+        let at = self.old_signal() + 64;
+        for index in 0..count {
+            let remote = Remote {
+                address: self.far.inbox.address + slot(size) as u64 * u64::from(index),
+                ..self.far.inbox
+            };
+            self.data.region().write(at, &vec![0; size as usize]);
+            self.channel.get(self.data.segment(at, size), remote)?;
+            let mut program = self.channel.submit()?;
+            if let Some(done) = self.channel.flush()? {
+                program.append(done.program);
+            }
+            self.execute(&program)?;
+            self.drain()?;
+            let mut bytes = vec![0; size as usize];
+            self.data.region().read(at, &mut bytes);
+            let message = self.sent - u64::from(count - index);
+            let wrong = (0..size as usize).find(|k| bytes[*k] != byte(self.side, message, *k));
+            ensure!(
+                wrong.is_none(),
+                "byte {wrong:?} of message {message} was read back wrong"
+            );
+            self.read_back += u64::from(size);
+        }
+        Ok(())
     }
 
     fn inbox(&self, index: u32) -> usize {
@@ -217,8 +270,11 @@ impl Node {
             let operation = match self.parameters.mode {
                 Mode::Send => SendOperation::SendImm(immediate),
                 Mode::WriteImm => SendOperation::WriteImm(inbox, immediate),
-                Mode::Put => {
-                    let signal = Signal::Set(message + 1);
+                Mode::Put | Mode::PutAdd => {
+                    let signal = match self.parameters.mode {
+                        Mode::PutAdd => Signal::Add(1, self.data.segment(self.old_signal(), 8)),
+                        _ => Signal::Set(message + 1),
+                    };
                     self.channel.put_with_signal(segment, inbox, self.far.signal, signal)?;
                     continue;
                 }
@@ -236,7 +292,7 @@ impl Node {
         self.sent += u64::from(count);
         let mut program = self.channel.submit()?;
         let done = match self.parameters.mode {
-            Mode::Put => self.channel.flush()?,
+            Mode::Put | Mode::PutAdd => self.channel.flush()?,
             _ => Some(self.channel.endpoint().qp().send_cq().peek_cq(1)?),
         };
         if let Some(done) = done {
@@ -248,7 +304,7 @@ impl Node {
     /// Returns byte code that waits for a batch from the other side.
     fn wait(&mut self, count: u32) -> Result<Program> {
         Ok(match self.parameters.mode {
-            Mode::Put => {
+            Mode::Put | Mode::PutAdd => {
                 let slots = slot(self.parameters.size) * self.parameters.batch as usize;
                 // Truncated: the low 4 bytes of the signal.
                 let value = (self.received + u64::from(count)) as u32;
@@ -303,7 +359,7 @@ impl Node {
         let far = if self.side == 0x11 { 0x77 } else { 0x11 };
         let (offset, header) = if datagram { (GRH, GRH) } else { (0, 0) };
         let mut slots: Vec<u32> = (0..count).collect();
-        if self.parameters.mode != Mode::Put {
+        if !self.parameters.mode.is_put() {
             let completions = self.channel.endpoint().qp().receive_cq().poll_cq(count as usize)?;
             ensure!(
                 completions.len() == count as usize,
@@ -343,7 +399,7 @@ impl Node {
             }
             self.verified += size as u64;
         }
-        if self.parameters.mode != Mode::Put {
+        if !self.parameters.mode.is_put() {
             for slot in slots {
                 self.post_receive(slot)?;
             }
@@ -362,6 +418,7 @@ impl Node {
             messages: self.parameters.messages,
             size: self.parameters.size,
             verified_bytes: self.verified,
+            read_back_bytes: self.read_back,
             programs: self.programs,
             operations: self.operations,
         }

@@ -29,6 +29,15 @@ pub(super) enum Mode {
     WriteImm,
     /// RDMA WRITE, and a signal in memory that the receiver polls.
     Put,
+    /// As put, but the signal is an addition to memory (FETCH_AND_ADD), and each message is read back (RDMA READ) and compared.
+    PutAdd,
+}
+
+impl Mode {
+    /// Returns whether the receiver polls memory instead of completions.
+    pub(super) fn is_put(self) -> bool {
+        matches!(self, Self::Put | Self::PutAdd)
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize)]
