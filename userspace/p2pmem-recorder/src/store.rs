@@ -34,7 +34,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `Documentation/design/recorder.md` has the format on the drives, the order of writes, and what a crash leaves behind.
+//! `Documentation/design/recorder.md` has the format on the drives, the order of writes, and what remains after a crash.
 
 mod error;
 mod files;

@@ -7,9 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
 
 use super::error::{Context, Error, Result};
-use super::format::{
-    Geometry, Invalid, LunHeader, Page, Record, SegmentHeader, StreamHeader, PAGE, RECORD, RECORDS_PER_PAGE,
-};
+use super::format::{Geometry, Invalid, LunHeader, Page, Record, SegmentHeader, StreamHeader, PAGE, RECORD};
 use super::layout;
 use super::removal::{mark, names, release_folder, release_marked, remove_tree};
 use super::state::{channel_folder, Channel, ChannelName, Content, Lun, Member, Recording, State, Stored, Stream};
@@ -324,7 +322,14 @@ fn recover_recording(
         for file in names(system, &parent)? {
             let Ok(number) = file.parse() else { continue };
             let path = parent.join(file);
-            match recover_segment(system, &path, &SegmentHeader { number, ..*expected }, geometry) {
+            let expected = SegmentHeader { number, ..*expected };
+            let mut report = |error| {
+                problems.push(Problem {
+                    name: format!("{name}/{folder}"),
+                    error,
+                });
+            };
+            match recover_segment(system, &path, &expected, geometry, &mut report) {
                 Ok((header, records)) => {
                     started = header.started;
                     let segment = content.segments.len() as u32;
@@ -343,10 +348,7 @@ fn recover_recording(
                         }
                     }
                 }
-                Err(error) => problems.push(Problem {
-                    name: format!("{name}/{folder}"),
-                    error,
-                }),
+                Err(error) => report(error),
             }
         }
     }
@@ -357,12 +359,15 @@ fn recover_recording(
     })
 }
 
-/// Reads the index of a segment up to its end. Pages were written in order, each after the one before was durable.
+/// Reads the index of a segment up to its end. Pages were written in order, each after the one before was durable, so the
+/// index ends at the first page without a valid record. At least one page behind the end is read. If it has a valid record, a
+/// page was damaged; then the whole index is read. The valid records of a damaged index are returned too.
 fn recover_segment(
     system: &impl System,
     path: &Path,
     expected: &SegmentHeader,
     geometry: Geometry,
+    report: &mut impl FnMut(Error),
 ) -> Result<(SegmentHeader, Vec<Record>)> {
     let damaged = |why| Error::Damaged {
         path: path.to_owned(),
@@ -382,34 +387,37 @@ fn recover_segment(
     }
     let mut records = Vec::new();
     let mut slots = BTreeSet::new();
-    let mut ended = false;
+    let mut end = None;
+    let mut is_damaged = false;
     for first in (0..geometry.slots).step_by(PAGES_PER_READ as usize) {
         let count = PAGES_PER_READ.min(geometry.slots - first);
         let mut bytes = vec![0; count as usize * PAGE];
-        let offset = Geometry::index_offset(first);
-        system.read(&file, offset, &mut bytes).context("reading", path)?;
-        for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
-            let found: Vec<Record> = bytes
-                .chunks(RECORD)
-                .take(RECORDS_PER_PAGE)
-                .filter_map(Record::decode)
-                .filter(|record| {
-                    (record.lun, record.generation, record.page) == (header.lun, header.generation, page)
-                        && record.slot < geometry.slots
-                })
-                .collect();
-            if ended && !found.is_empty() {
-                return Err(damaged("a page in the middle of its index is not valid"));
-            }
-            if !found.iter().all(|record| slots.insert(record.slot)) {
-                return Err(damaged("two records have the same place"));
-            }
-            ended |= found.is_empty();
-            records.extend(found);
-        }
-        if ended {
+        let read = system.read(&file, Geometry::index_offset(first), &mut bytes);
+        if let Err(error) = read.context("reading", path) {
+            report(error);
             break;
         }
+        for (page, bytes) in (first..).zip(bytes.chunks(PAGE)) {
+            let valid = |record: &Record| {
+                (record.lun, record.generation, record.page) == (header.lun, header.generation, page)
+                    && record.slot < geometry.slots
+            };
+            let found = bytes.chunks(RECORD).filter_map(Record::decode).filter(valid);
+            let before = records.len();
+            // Two records of one slot cannot be written.
+            records.extend(found.filter(|record| slots.insert(record.slot)));
+            if records.len() == before {
+                end = end.or(Some(page));
+            } else if end.is_some() {
+                is_damaged = true;
+            }
+        }
+        if !is_damaged && end.is_some_and(|end| end + 1 < first + count) {
+            break;
+        }
+    }
+    if is_damaged {
+        report(damaged("a page in the middle of its index is not valid"));
     }
     Ok((header, records))
 }

@@ -66,7 +66,7 @@ impl<S> Shared<S> {
     }
 }
 
-/// Locks a mutex. A panic of another thread leaves no half-done change behind, because changes of the state do not panic.
+/// Locks a mutex. After a panic of another thread, the state has no half-done change, because changes do not panic.
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

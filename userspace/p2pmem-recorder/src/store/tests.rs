@@ -626,6 +626,11 @@ fn damage_is_reported_and_the_rest_is_available() {
     assert_eq!(store.problems().len(), 1);
     assert!(matches!(&store.problems()[0].error, Error::Damaged { path, .. } if path == segment));
     assert_eq!(store.reader(&channel(1), 0).unwrap().blocks().len(), 3);
+    assert_eq!(
+        store.reader(&channel(0), 0).unwrap().missing(),
+        [1..=1],
+        "only the damaged page is missing"
+    );
     let free = store.lun("a").unwrap().drives[0].1;
     assert_eq!(free, SEGMENTS - 2, "the damaged segment is not used again");
     drop(store);
@@ -634,11 +639,89 @@ fn damage_is_reported_and_the_rest_is_available() {
     let lun = files.iter().find(|path| path.ends_with("a/lun")).unwrap();
     let store = Store::open(machine.clone(), &drives).unwrap();
     assert_eq!(store.problems().len(), 1);
+    assert!(store.reader(&channel(0), 0).unwrap().is_empty());
     drop(store);
     machine.damage(lun, 8, &[9]);
     let store = Store::open(machine, &drives).unwrap();
     assert!(matches!(&store.problems()[0].error, Error::Damaged { path, .. } if path == lun));
     assert!(store.luns().is_empty());
+}
+
+/// A record that a killed program did not wait for can be in the drive's cache only.
+#[test]
+fn block_that_was_presented_survives_a_power_cut() {
+    for seed in 0..8 {
+        let (machine, drives, store) = store(1);
+        let mut writer = store.writer(&channel(0), 0).unwrap();
+        put(&mut writer, 1).unwrap();
+        machine.set_fault(Some(Fault {
+            at: 1,
+            errno: EIO,
+            effect: true,
+            power_off: false,
+        }));
+        assert!(writer.commit().acknowledged.is_empty());
+        std::mem::forget(writer);
+        drop(store);
+        let presented = || {
+            let store = Store::open(machine.clone(), &drives).unwrap();
+            let reader = store.reader(&channel(0), 0).unwrap();
+            reader.blocks()
+        };
+        assert_eq!(presented(), [block(1)]);
+        machine.power_cycle(&mut Choices::new(seed));
+        assert_eq!(presented(), [block(1)]);
+    }
+}
+
+/// The end of an index, and damage, at the borders of the reads of an index.
+#[test]
+fn index_is_read_to_its_end() {
+    let (machine, drives) = simulated(1);
+    let store = Store::open(machine.clone(), &drives).unwrap();
+    let pages = 48;
+    let size = Geometry::index_offset(0) + pages * 2 * PAGE as u64;
+    store
+        .create_lun("a", &LunOptions::new(&drives).segment_size(size).segments(1))
+        .unwrap();
+    store.create_stream("a", "x", &StreamOptions::new(4096)).unwrap();
+    let mut writer = store.writer(&channel(0), 0).unwrap();
+    for sequence in 0..pages {
+        put(&mut writer, sequence).unwrap();
+        assert_eq!(writer.commit().acknowledged, [sequence]);
+    }
+    drop((writer, store));
+    let files = machine.files_below(&drives[0]);
+    let segment = files.iter().find(|path| path.ends_with("x/0/000000/00000000")).unwrap();
+    for damaged in (0..pages).rev() {
+        machine.damage(segment, Geometry::index_offset(damaged as u32) as usize, &[0; PAGE]);
+        let store = Store::open(machine.clone(), &drives).unwrap();
+        assert!(store.problems().is_empty(), "pages from {damaged} on are zero");
+        let recordings = store.recordings(&channel(0)).unwrap();
+        assert_eq!(
+            recordings.iter().map(|recording| recording.blocks).sum::<u64>(),
+            damaged
+        );
+    }
+
+    let store = Store::open(machine.clone(), &drives).unwrap();
+    let mut writer = store.writer(&channel(0), 0).unwrap();
+    for sequence in 0..pages {
+        put(&mut writer, sequence).unwrap();
+        assert_eq!(writer.commit().acknowledged, [sequence]);
+    }
+    let recording = writer.recording();
+    drop((writer, store));
+    let files = machine.files_below(&drives[0]);
+    let segment = files.iter().find(|path| path.ends_with("00000000")).unwrap();
+    for (damaged, remaining) in [(15, pages - 1), (31, pages - 2), (0, pages - 3)] {
+        machine.damage(segment, Geometry::index_offset(damaged) as usize, &[0; PAGE]);
+        let store = Store::open(machine.clone(), &drives).unwrap();
+        assert_eq!(store.problems().len(), 1, "page {damaged} is damaged");
+        let reader = store.reader(&channel(0), recording).unwrap();
+        assert_eq!(reader.block(damaged.into()), None);
+        assert_eq!(reader.len() as u64, remaining);
+    }
 }
 
 #[test]
