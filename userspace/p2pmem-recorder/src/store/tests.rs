@@ -495,11 +495,21 @@ fn blocks_are_found_by_sequence_and_time_and_gaps_are_reported() {
 
 #[test]
 fn recording_without_a_block_is_removed() {
-    let (_, _, store) = store(2);
+    let (machine, drives, store) = store(2);
     let mut writer = store.writer(&channel(0), 0).unwrap();
     drop(writer.reserve(block(0)).unwrap());
     assert!(store.lun("a").unwrap().free() < store.lun("a").unwrap().total());
     writer.finish().unwrap();
+    assert!(store.recordings(&channel(0)).unwrap().is_empty());
+    assert_eq!(store.lun("a").unwrap().free(), store.lun("a").unwrap().total());
+
+    // A killed program does not end its recording.
+    let mut writer = store.writer(&channel(0), 0).unwrap();
+    put(&mut writer, 1).unwrap();
+    std::mem::forget(writer);
+    drop(store);
+    let store = Store::open(machine, &drives).unwrap();
+    assert!(store.problems().is_empty());
     assert!(store.recordings(&channel(0)).unwrap().is_empty());
     assert_eq!(store.lun("a").unwrap().free(), store.lun("a").unwrap().total());
 }

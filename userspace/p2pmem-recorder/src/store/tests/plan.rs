@@ -155,7 +155,11 @@ impl Run {
                     certain,
                     ..Lun::default()
                 };
-                record_creation(&mut self.promised, lun_name(b), &result, lun);
+                record_creation(&mut self.promised, lun_name(b), &result, lun, |lun| {
+                    if !lun.certain {
+                        lun.streams.values_mut().for_each(|stream| stream.certain = false);
+                    }
+                });
             }
             Step::DeleteLun(b) => {
                 let result = self.store().delete_lun(lun_name(b));
@@ -177,7 +181,14 @@ impl Run {
                         certain,
                         ..Stream::default()
                     };
-                    record_creation(&mut lun.streams, stream_name(y), &result, stream);
+                    record_creation(&mut lun.streams, stream_name(y), &result, stream, |stream| {
+                        if !stream.certain {
+                            stream
+                                .recordings
+                                .values_mut()
+                                .for_each(|recording| recording.certain = false);
+                        }
+                    });
                 }
             }
             Step::DeleteStream(b, y) => {
@@ -427,11 +438,21 @@ impl Run {
     }
 }
 
-fn record_creation<T>(all: &mut BTreeMap<String, T>, name: &str, result: &Result<(), Error>, new: impl Fn(bool) -> T) {
+/// Records the result of a creation. If it is unknown and an uncertain thing had the name, the new one may have replaced it:
+/// `weaken` makes the parts of the old one uncertain.
+fn record_creation<T>(
+    all: &mut BTreeMap<String, T>,
+    name: &str,
+    result: &Result<(), Error>,
+    new: impl Fn(bool) -> T,
+    weaken: impl Fn(&mut T),
+) {
     match result {
         Ok(()) => drop(all.insert(name.to_owned(), new(true))),
         Err(error) if is_unknown(error) => {
-            all.entry(name.to_owned()).or_insert_with(|| new(false));
+            all.entry(name.to_owned())
+                .and_modify(weaken)
+                .or_insert_with(|| new(false));
         }
         Err(_) => {}
     }

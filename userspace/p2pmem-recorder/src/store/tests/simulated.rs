@@ -236,6 +236,13 @@ impl Machine {
         let ignores = self.bugs.ignores_durable_from.is_some_and(|from| offset >= from);
         if durable && succeeds && !ignores {
             content.durable[offset..offset + bytes.len()].copy_from_slice(bytes);
+            // An older write in the cache does not come back.
+            for (at, cached) in &mut content.cached {
+                let (from, to) = (offset.max(*at), (offset + bytes.len()).min(*at + cached.len()));
+                if from < to {
+                    cached[from - *at..to - *at].copy_from_slice(&bytes[from - offset..to - offset]);
+                }
+            }
         } else {
             content.cached.push((offset, bytes.to_vec()));
         }
