@@ -1,0 +1,11 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The recorder: streams of blocks from device memory to drives, and back.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`store`] | LUNs, streams, channels, and recordings of a storage node, on the file systems of its drives |
+//!
+//! `Documentation/design/recorder.md` describes the design.
+
+pub mod store;
