@@ -195,7 +195,7 @@ impl DeviceSide {
     /// Sleeps until the entries before the index `end` have completed: about as long as that will take.
     fn sleep(&mut self, end: u32, deadline: Deadline) -> Result<()> {
         let started = Instant::now();
-        let mut first = None;
+        let (mut first, mut measured) = (None, None);
         loop {
             let left = match self.executor.left(end) {
                 Ok(0) => break,
@@ -204,16 +204,20 @@ impl DeviceSide {
             };
             match first {
                 None => first = Some(left),
-                // Measured while the accelerator works.
-                Some(first) if first > left => self.per_entry = started.elapsed() / (first - left),
+                Some(first) if first > left => measured = Some(started.elapsed() / (first - left)),
                 Some(_) => {}
             }
             let most = deadline.left().context("waiting for the accelerator")?;
             let time = self.per_entry * left;
             thread::sleep(time.clamp(PROGRESS_INTERVAL.0, PROGRESS_INTERVAL.1).min(most));
         }
-        // The accelerator may have waited for this program, which slept too long.
-        self.per_entry = self.per_entry * 7 / 8;
+        self.per_entry = match measured {
+            // The accelerator may also have waited for this program, which slept too long.
+            None => self.per_entry * 7 / 8,
+            Some(measured) if self.per_entry.is_zero() => measured,
+            // It may have waited for the other node, whose program slept too long. Without a limit, both would sleep ever longer.
+            Some(measured) => measured.min(self.per_entry * 9 / 8),
+        };
         Ok(())
     }
 
