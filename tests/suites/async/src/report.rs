@@ -18,8 +18,8 @@ const FEWER_TRAPS: f64 = 5.0;
 /// while the program falls asleep adds a few thousand instructions, once.
 const NO_INSTRUCTIONS: f64 = 10.0;
 /// From this number on, register accesses for a message are not 0 while the processors sleep. The driver of the NIC reads a few
-/// registers each second.
-const NO_ACCESSES: f64 = 0.1;
+/// registers each second, also on a slow machine.
+const NO_ACCESSES: f64 = 0.5;
 /// Iterations from which on register accesses are compared: with fewer, those at the begin and the end of a run count.
 const ENOUGH_ITERATIONS: u32 = 50;
 
@@ -350,10 +350,10 @@ mod tests {
             (Measured { trapped: 100, ..good }, "times fewer accesses"),
             (
                 Measured {
-                    steady: steady(5100).map(|steady| Steady { trapped: 60, ..steady }),
+                    steady: steady(5100).map(|steady| Steady { trapped: 300, ..steady }),
                     ..good
                 },
-                "120 accesses to registers for 1000 messages",
+                "600 accesses to registers for 1000 messages",
             ),
             (
                 Measured {
