@@ -34,5 +34,5 @@ wait "$program" || echo "the program ended with $?"
 late=$(($(written) - stopped))
 echo "$late bytes were written afterwards"
 rmdir "/sys/kernel/config/p2pmem/providers/$device"
-"$P2PMEM_BIN/p2pmemctl" publish "$device" --kernel-reserve 64M --pinned-exports
+"$P2PMEM_CLIENTS/publish-accel.sh"
 ((took < 10000 && late == 0))
