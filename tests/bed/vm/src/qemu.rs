@@ -136,7 +136,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
         let mut options = match device {
             Device::Accel { .. } | Device::Nic { .. } => {
                 let socket = paths.device_socket(name);
-                let socket = text(&socket)?;
+                let socket = utf8(&socket)?;
                 json!({ "driver": "vfio-user-pci", "id": name, "bus": bus, "socket": { "type": "unix", "path": socket } })
             }
             Device::Ivshmem { size, .. } => {
@@ -153,7 +153,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                 let image = image_id(name);
                 let mut node = json!({
                     "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
-                    "file": { "driver": "file", "filename": text(&paths.image(name))? },
+                    "file": { "driver": "file", "filename": utf8(&paths.image(name))? },
                 });
                 if let Some(rate) = bytes_per_second {
                     let group = format!("{name}-throttle");
@@ -229,14 +229,19 @@ impl Args {
     }
 }
 
-fn text(path: &Path) -> Result<&str> {
+/// Returns a path as text, for the arguments of a command.
+///
+/// # Errors
+///
+/// The path is not UTF-8.
+pub fn utf8(path: &Path) -> Result<&str> {
     path.to_str()
         .with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
 /// Escapes a path for QEMU's comma-separated options.
 fn option_text(path: &Path) -> Result<String> {
-    Ok(text(path)?.replace(',', ",,"))
+    Ok(utf8(path)?.replace(',', ",,"))
 }
 
 fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel) -> Result<()> {
@@ -270,7 +275,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
             argv.add("-numa", format!("node,nodeid={number},memdev=ram{number}{cpus}"));
         }
     }
-    argv.add("-kernel", text(&kernel.image)?);
+    argv.add("-kernel", utf8(&kernel.image)?);
     let checks = if kernel.checks { CHECKS } else { "" };
     let iommu = match machine.iommu {
         None => String::new(),
@@ -279,7 +284,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
     };
     argv.add(
         "-append",
-        format!("{CMDLINE} {checks} {iommu} init={}", text(&paths.init)?),
+        format!("{CMDLINE} {checks} {iommu} init={}", utf8(&paths.init)?),
     );
     // The IOMMU comes before all devices whose DMA it translates. Virtio devices bypass it.
     match machine.iommu {
@@ -316,7 +321,7 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         "-device",
         &json!({ "driver": "virtserialport", "bus": "ports.0", "chardev": "agent", "name": PORT_NAME }),
     );
-    argv.add("-D", text(&paths.trace())?);
+    argv.add("-D", utf8(&paths.trace())?);
     // QEMU traces no page size for amd-iommu, so the runner cannot use its translations: payload behind it stays
     // unknown.
     let translations: &[&str] = match machine.iommu {
@@ -333,8 +338,8 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
 fn network(argv: &mut Args, ends: &Ends) -> Result<()> {
     for (number, (local, remote)) in ends.links.iter().enumerate() {
         let (link, port) = (format!("link{number}"), format!("port{number}"));
-        let local = json!({ "type": "unix", "path": text(local)? });
-        let remote = json!({ "type": "unix", "path": text(remote)? });
+        let local = json!({ "type": "unix", "path": utf8(local)? });
+        let remote = json!({ "type": "unix", "path": utf8(remote)? });
         argv.json(
             "-netdev",
             &json!({ "type": "dgram", "id": link, "local": local, "remote": remote }),

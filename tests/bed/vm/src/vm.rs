@@ -123,6 +123,20 @@ pub fn sibling(name: &str) -> Result<PathBuf> {
     found.with_context(|| format!("{name} is not beside {}: build the whole test workspace", me.display()))
 }
 
+/// Returns the path of a program of user space, which is in the folder `P2PMEM_BIN`, or beside the runner.
+///
+/// # Errors
+///
+/// The program was not built.
+pub fn tool(name: &str) -> Result<String> {
+    let path = match std::env::var_os("P2PMEM_BIN") {
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => sibling(name)?,
+    };
+    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
+    Ok(qemu::utf8(&path)?.to_owned())
+}
+
 impl Vm {
     /// Boots a topology.
     ///

@@ -26,8 +26,9 @@ use p2pmem_demo::stock::{self, Image, Running};
 use p2pmem_demo::traffic::HOST;
 use p2pmem_guest::devices::{self, Device, Devices};
 use p2pmem_vm::kernel;
+use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::topology::Topology;
-use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream, Vm, sibling, topologies};
+use p2pmem_vm::vm::{Command, Options, Outcome, Status, Stream, Vm, sibling, tool, topologies};
 use serde_json::Value;
 
 /// Name of the module.
@@ -327,21 +328,6 @@ impl Guest {
         let stdout = self.quiet(argv)?;
         serde_json::from_slice(&stdout).with_context(|| format!("output of {}", argv.join(" ")))
     }
-}
-
-/// Returns the path of a program or library of user space, in the build or beside this program.
-fn tool(name: &str) -> Result<String> {
-    let path = match std::env::var_os("P2PMEM_BIN") {
-        Some(folder) => PathBuf::from(folder).join(name),
-        None => sibling(name)?,
-    };
-    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
-    Ok(utf8(&path)?.to_owned())
-}
-
-fn utf8(path: &Path) -> Result<&str> {
-    path.to_str()
-        .with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
 fn device<'a>(devices: &'a Devices, name: &str) -> Result<&'a Device> {

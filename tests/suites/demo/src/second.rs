@@ -18,11 +18,12 @@ use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::command::{Command, Outcome, Status};
+use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Options, sibling};
+use p2pmem_vm::vm::{Options, sibling, tool};
 use serde_json::Value;
 
-use crate::{Inspection, MODULE, device, plain, show, step, tool, utf8};
+use crate::{Inspection, MODULE, device, plain, show, step};
 
 /// The time limit of a short command.
 const SHORT: Duration = Duration::from_secs(60);

@@ -13,16 +13,18 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
+use p2pmem_async::wqe::Transport;
 use p2pmem_async_suite::page::page;
 use p2pmem_async_suite::report::{Aborted, RealGpu, Report, Row, missed};
-use p2pmem_async_suite::two_nodes::{Measured, Mode, Parameters, Transport};
+use p2pmem_async_suite::two_nodes::{Measured, Mode, Parameters};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::command::{Command, Outcome, Status};
 use p2pmem_vm::kernel;
+use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Options, sibling, topologies};
+use p2pmem_vm::vm::{Options, sibling, tool, topologies};
 use serde_json::Value;
 
 /// The nodes.
@@ -335,20 +337,6 @@ fn real_gpu() -> Result<RealGpu> {
         device,
         why,
     })
-}
-
-fn tool(name: &str) -> Result<String> {
-    let path = match std::env::var_os("P2PMEM_BIN") {
-        Some(folder) => PathBuf::from(folder).join(name),
-        None => sibling(name)?,
-    };
-    ensure!(path.is_file(), "{} is not there: run `make user`", path.display());
-    Ok(utf8(&path)?.to_owned())
-}
-
-fn utf8(path: &Path) -> Result<&str> {
-    path.to_str()
-        .with_context(|| format!("{} is not UTF-8", path.display()))
 }
 
 /// Prints the rows as a table.
