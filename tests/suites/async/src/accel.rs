@@ -7,7 +7,6 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::hardware::{AccelMemory, Hardware};
 use anyhow::{Context, Result, anyhow, bail};
 use p2pmem::{AttachOptions, Attachment, Buffer, Device, Mapping};
 use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
@@ -16,6 +15,8 @@ use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
 use p2pmem_async::bytecode::{Capabilities, Operation, Peer, Program};
 use p2pmem_async::endpoint::Endpoint;
 use p2pmem_async::region::{Region, RegionKind, Target};
+
+use crate::hardware::{AccelMemory, Hardware};
 
 /// A buffer of p2pmem in the accelerator, as the memory of rings.
 #[derive(Debug)]
@@ -85,10 +86,8 @@ pub struct AccelExecutor {
     places: Vec<Option<(Place, usize)>>,
     /// Entries of the present program.
     entries: Vec<Entry>,
-    /// Number of entries of the ring.
-    size: u32,
+    /// What was added and is not known to have completed.
     submitted: VecDeque<Submitted>,
-    last: Option<u32>,
 }
 
 /// Returns the place `offset` bytes after another one.
@@ -175,9 +174,7 @@ impl AccelExecutor {
             clock: base + area,
             places: Vec::new(),
             entries: Vec::new(),
-            size: entries,
             submitted: VecDeque::new(),
-            last: None,
         })
     }
 
@@ -226,11 +223,11 @@ impl AccelExecutor {
     }
 
     fn push(&mut self, entries: &[Entry], program: Option<Program>) -> Result<()> {
-        if entries.len() > self.size as usize {
+        if entries.len() > self.ring.size() as usize {
             bail!(
                 "a program of {} entries does not fit a ring of {}",
                 entries.len(),
-                self.size
+                self.ring.size()
             );
         }
         if (self.ring.free() as usize) < entries.len() {
@@ -249,7 +246,7 @@ impl AccelExecutor {
         }
         let first = self.next();
         for entry in entries {
-            self.last = Some(self.ring.push(entry)?);
+            self.ring.push(entry)?;
         }
         self.submitted.push_back(Submitted {
             first,
@@ -294,7 +291,7 @@ impl AccelExecutor {
 
     /// Returns the index of the next entry.
     pub fn next(&self) -> u32 {
-        self.last.map_or(0, |last| last.wrapping_add(1))
+        self.ring.next()
     }
 
     /// Has the accelerator execute all that was added. Writes one register.
@@ -304,15 +301,6 @@ impl AccelExecutor {
     /// The accelerator is gone.
     pub fn start(&mut self) -> Result<()> {
         Ok(self.ring.doorbell()?)
-    }
-
-    /// Returns the index after the last completed entry, as the accelerator reports it in its memory.
-    ///
-    /// # Errors
-    ///
-    /// The accelerator is gone.
-    pub fn progress(&self) -> Result<u32> {
-        Ok(self.ring.progress()?.head)
     }
 
     /// Returns the number of entries before the one with the index `end` that have not completed. Does not wait.
@@ -355,15 +343,17 @@ impl AccelExecutor {
     ///
     /// An entry failed, or the limit passed: the error names the operation.
     pub fn finish(&mut self, limit: Duration) -> Result<()> {
-        let Some(last) = self.last else { return Ok(()) };
-        match self.ring.wait(last, limit) {
+        if self.submitted.is_empty() {
+            return Ok(());
+        }
+        match self.ring.wait(self.next().wrapping_sub(1), limit) {
             Ok(()) => {
                 self.submitted.clear();
                 Ok(())
             }
             Err(driver::Error::RingStopped { index, status, .. }) => Err(self.failure(index, status)),
             Err(error) => {
-                let index = self.progress()?;
+                let index = self.ring.progress()?.head;
                 Err(self.failure(index, error))
             }
         }
@@ -383,7 +373,6 @@ impl AccelExecutor {
     pub fn abort(&mut self, limit: Duration) -> Result<()> {
         self.ring.reset(limit)?;
         self.submitted.clear();
-        self.last = None;
         Ok(())
     }
 

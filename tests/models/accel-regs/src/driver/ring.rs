@@ -262,6 +262,16 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         self.stopped(progress).map_or(Ok(()), Err)
     }
 
+    /// Returns the index of the next entry.
+    pub fn next(&self) -> u32 {
+        self.tail
+    }
+
+    /// Returns the number of entries.
+    pub fn size(&self) -> u32 {
+        self.options.entries
+    }
+
     /// Returns the memory.
     pub fn memory(&self) -> &M {
         &self.memory
