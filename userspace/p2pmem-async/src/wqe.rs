@@ -34,13 +34,28 @@ const FENCE: u8 = 2 << 5;
 /// Largest message of InfiniBand.
 const MAX_MESSAGE: u64 = 1 << 31;
 
+/// Bytes before the payload of a received datagram, for its route. The NIC may not change them.
+pub const ROUTE_BYTES: u32 = 40;
+
 /// Transport of a queue pair.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[cfg_attr(feature = "verbs", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
 pub enum Transport {
     /// Reliable connection.
     Rc,
-    /// Unreliable datagram.
+    /// Unreliable datagrams.
     Ud,
+}
+
+impl Transport {
+    /// Returns the bytes before the payload of a received message.
+    pub const fn route_bytes(self) -> u32 {
+        match self {
+            Self::Rc => 0,
+            Self::Ud => ROUTE_BYTES,
+        }
+    }
 }
 
 /// A range of registered memory of this side.

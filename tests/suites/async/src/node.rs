@@ -23,8 +23,6 @@ use p2pmem_vfio_user::Memory as SharedMemory;
 
 /// Peeks of a completion queue that have not ended.
 const PEEKS: usize = 64;
-/// Bytes before the payload of a datagram, for its route.
-const GRH: u64 = 40;
 /// The queue key of [`Driver::connect`].
 const QUEUE_KEY: u32 = 0x1234;
 /// Offset of the payload in its pages. The route of a datagram is before it.
@@ -210,10 +208,9 @@ impl Node {
     /// Returns where the NIC writes what it receives: the payload, and the route of a datagram before it.
     pub fn target(&self) -> Segment {
         let mut segment = self.source();
-        if self.transport == Transport::Ud {
-            segment.address -= GRH;
-            segment.bytes += GRH as u32;
-        }
+        let route = self.transport.route_bytes();
+        segment.address -= u64::from(route);
+        segment.bytes += route;
         segment
     }
 

@@ -12,8 +12,9 @@
 use std::net::TcpStream;
 use std::time::Instant;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 use p2pmem_async::bytecode::{Peer, Program};
+use p2pmem_async::cqe::Failure;
 use p2pmem_async::endpoint::{Address, EndpointOptions};
 use p2pmem_async::queue::{AsyncQp, Completion, QpLayout};
 use p2pmem_async::wqe::{AddressVector, Payload, ReceiveRequest, Segment, SendOperation, SendRequest, Transport};
@@ -25,8 +26,6 @@ pub mod handshake;
 
 /// Most messages of a test.
 pub const MAX_ITERATIONS: u32 = 4096;
-/// Bytes that precede a datagram, for its route.
-const GRH: u32 = 40;
 /// The queue key of perftest's datagrams.
 const QUEUE_KEY: u32 = 0x1111_1111;
 
@@ -69,14 +68,7 @@ impl Test {
     pub fn payload_bytes(&self, role: Role) -> u32 {
         match role {
             Role::Client => self.size,
-            Role::Server => self.size + self.route_bytes(),
-        }
-    }
-
-    fn route_bytes(&self) -> u32 {
-        match self.transport {
-            Transport::Rc => 0,
-            Transport::Ud => GRH,
+            Role::Server => self.size + self.transport.route_bytes(),
         }
     }
 }
@@ -184,7 +176,7 @@ pub fn receive(
             completions.len()
         );
         for (message, completion) in (first..).zip(&completions) {
-            let bytes = completion.bytes.checked_sub(test.route_bytes());
+            let bytes = completion.bytes.checked_sub(test.transport.route_bytes());
             ensure!(
                 completion.id == u64::from(message) && bytes == Some(test.size),
                 "message {message} is not one of {} bytes: {completion:?}",
@@ -205,11 +197,16 @@ pub fn receive(
     Ok(driver.outcome)
 }
 
+/// Describes a work request that failed.
+fn failed(completion: &Completion, failure: Failure) -> anyhow::Error {
+    anyhow!("{:?} {} failed: {failure}", completion.direction, completion.id)
+}
+
 /// Fails if a work request failed.
 fn succeeded(completions: &[Completion]) -> Result<()> {
     for completion in completions {
         if let Some(failure) = completion.failure {
-            bail!("{:?} {} failed: {failure}", completion.direction, completion.id);
+            return Err(failed(completion, failure));
         }
     }
     Ok(())
@@ -307,8 +304,8 @@ impl<'a> Driver<'a> {
             return Ok(());
         };
         // A failure of a work request is the cause, if there is one.
-        for queue in [self.qp.send_cq(), self.qp.receive_cq()] {
-            succeeded(&queue.poll_cq(usize::MAX)?).with_context(|| format!("{error:#}"))?;
+        if let Some((completion, failure)) = self.qp.first_failure()? {
+            return Err(failed(&completion, failure)).with_context(|| format!("{error:#}"));
         }
         Err(error.context(format!(
             "message {} did not complete: do both sides have the same number of iterations, size, and transport?",

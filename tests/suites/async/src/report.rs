@@ -6,10 +6,11 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result};
+use p2pmem_async::wqe::Transport;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::two_nodes::{Measured, Mode, Parameters, Transport};
+use crate::two_nodes::{Measured, Mode, Parameters};
 
 /// How many times fewer accesses to registers a message must take if the accelerator drives the NIC.
 const FEWER_TRAPS: f64 = 5.0;

@@ -15,6 +15,7 @@ use clap::ValueEnum;
 use p2pmem_async::endpoint::Address;
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
+use p2pmem_async::wqe::Transport;
 use serde::{Deserialize, Serialize};
 
 use crate::hardware::Hardware;
@@ -30,16 +31,6 @@ pub enum Mode {
     CpuEvents,
     /// The accelerator.
     Device,
-}
-
-/// The transport.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Transport {
-    /// Reliable connection.
-    Rc,
-    /// Unreliable datagrams.
-    Ud,
 }
 
 /// What both nodes run.

@@ -8,23 +8,20 @@ use anyhow::{bail, ensure, Result};
 use p2pmem::rdma::Nic;
 use serde::Serialize;
 
-use super::options::{Deadline, MemoryKind, Mode, Options, TransportKind};
+use super::options::{Deadline, MemoryKind, Mode, Options};
 use super::wire::{Parameters, Side, Wire};
 use crate::bytecode::{Peer, Program};
 use crate::channel::{wait_signal, Channel, Signal};
 use crate::endpoint::{Endpoint, EndpointOptions, Port};
 use crate::interpreter::Interpreter;
 use crate::memory::DataMemory;
-use crate::wqe::{Payload, ReceiveRequest, Remote, SendOperation, SendRequest, Transport};
-
-/// Bytes of route that precede a datagram.
-const GRH: usize = 40;
+use crate::wqe::{Payload, ReceiveRequest, Remote, SendOperation, SendRequest, Transport, ROUTE_BYTES};
 
 /// The result of a run.
 #[derive(Debug, Serialize)]
 pub(super) struct Summary {
     role: &'static str,
-    transport: TransportKind,
+    transport: Transport,
     mode: Mode,
     queues: MemoryKind,
     memory: MemoryKind,
@@ -78,7 +75,7 @@ pub(super) fn run(options: &Options, nic: &Nic, stream: TcpStream, deadline: Dea
         batch: options.batch,
     };
     ensure!(
-        parameters.transport == TransportKind::Rc || parameters.mode == Mode::Send,
+        parameters.transport == Transport::Rc || parameters.mode == Mode::Send,
         "datagrams support --mode send only"
     );
     wire.send(&parameters)?;
@@ -127,15 +124,11 @@ impl Node {
         side: u8,
     ) -> Result<Self> {
         let port = Port::open(nic)?;
-        let transport = match parameters.transport {
-            TransportKind::Rc => Transport::Rc,
-            TransportKind::Ud => Transport::Ud,
-        };
         let endpoint = Endpoint::new(
             &port,
             &EndpointOptions {
                 queues: options.source(options.queues, nic)?,
-                ..EndpointOptions::new(transport, Peer::cpu())
+                ..EndpointOptions::new(parameters.transport, Peer::cpu())
             },
         )?;
         let slots = slot(parameters.size) * parameters.batch as usize;
@@ -237,7 +230,7 @@ impl Node {
     }
 
     fn post_receive(&mut self, index: u32) -> Result<()> {
-        let bytes = self.parameters.size + GRH as u32;
+        let bytes = self.parameters.size + ROUTE_BYTES;
         let request = ReceiveRequest {
             id: u64::from(index),
             segments: vec![self.data.segment(self.inbox(index), bytes)],
@@ -280,7 +273,7 @@ impl Node {
                 }
             };
             let mut request = SendRequest::new(message, operation, Payload::Memory(vec![segment]));
-            if self.parameters.transport == TransportKind::Ud {
+            if self.parameters.transport == Transport::Ud {
                 request = request.to(self.channel.endpoint().address_vector(&self.far.address));
             }
             // One completion for a batch.
@@ -322,17 +315,12 @@ impl Node {
             return Ok(());
         };
         // A failure of a work request is the cause, if there is one.
-        let qp = self.channel.endpoint().qp();
-        for queue in [qp.send_cq(), qp.receive_cq()] {
-            for completion in queue.poll_cq(usize::MAX)? {
-                if let Some(failure) = completion.failure {
-                    bail!(
-                        "{:?} {} failed: {failure}; {error}",
-                        completion.direction,
-                        completion.id
-                    );
-                }
-            }
+        if let Some((completion, failure)) = self.channel.endpoint().qp().first_failure()? {
+            bail!(
+                "{:?} {} failed: {failure}; {error}",
+                completion.direction,
+                completion.id
+            );
         }
         let state = self.channel.endpoint().refresh()?;
         bail!(
@@ -355,9 +343,9 @@ impl Node {
     fn verify(&mut self, count: u32) -> Result<()> {
         self.drain()?;
         let size = self.parameters.size as usize;
-        let datagram = self.parameters.transport == TransportKind::Ud;
+        let datagram = self.parameters.transport == Transport::Ud;
         let far = if self.side == 0x11 { 0x77 } else { 0x11 };
-        let (offset, header) = if datagram { (GRH, GRH) } else { (0, 0) };
+        let route = self.parameters.transport.route_bytes() as usize;
         let mut slots: Vec<u32> = (0..count).collect();
         if !self.parameters.mode.is_put() {
             let completions = self.channel.endpoint().qp().receive_cq().poll_cq(count as usize)?;
@@ -372,7 +360,7 @@ impl Node {
                     bail!("receiving message {message} failed: {failure}");
                 }
                 ensure!(
-                    completion.immediate == Some(message as u32) && completion.bytes as usize == size + header,
+                    completion.immediate == Some(message as u32) && completion.bytes as usize == size + route,
                     "message {message}: {completion:?}"
                 );
                 ensure!(
@@ -388,7 +376,7 @@ impl Node {
         for (number, slot) in slots.iter().enumerate() {
             let message = self.received + number as u64;
             let mut bytes = vec![0; size];
-            self.data.region().read(self.inbox(*slot) + offset, &mut bytes);
+            self.data.region().read(self.inbox(*slot) + route, &mut bytes);
             let wrong = (0..size).find(|k| bytes[*k] != byte(far, message, *k));
             if let Some(at) = wrong {
                 bail!(

@@ -10,15 +10,7 @@ use p2pmem::rdma::Nic;
 use p2pmem::Device;
 
 use crate::memory::MemorySource;
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub(super) enum TransportKind {
-    /// Reliable connection.
-    Rc,
-    /// Unreliable datagrams.
-    Ud,
-}
+use crate::wqe::Transport;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -56,7 +48,7 @@ pub(super) struct Options {
     pub(super) nic: String,
     /// Transport, on the node that runs.
     #[arg(long, default_value = "rc")]
-    pub(super) transport: TransportKind,
+    pub(super) transport: Transport,
     /// Operation, on the node that runs.
     #[arg(long, default_value = "send")]
     pub(super) mode: Mode,

@@ -9,9 +9,9 @@ use anyhow::{bail, Context, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::options::{Deadline, Mode, TransportKind};
+use super::options::{Deadline, Mode};
 use crate::endpoint::Address;
-use crate::wqe::Remote;
+use crate::wqe::{Remote, Transport};
 
 /// Longest line.
 const MAX_LINE: u64 = 4096;
@@ -19,7 +19,7 @@ const MAX_LINE: u64 = 4096;
 /// The parameters of a run, which the node that runs chooses.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 pub(super) struct Parameters {
-    pub(super) transport: TransportKind,
+    pub(super) transport: Transport,
     pub(super) mode: Mode,
     pub(super) size: u32,
     pub(super) messages: u64,

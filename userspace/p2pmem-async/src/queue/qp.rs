@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::region::Region;
 use crate::wqe::{ReceiveRequest, SendRequest, Transport, BLOCK, RECEIVE_STRIDE};
 
-use super::cq::{AsyncCq, Retired, WorkQueues};
+use super::cq::{AsyncCq, Completion, Retired, WorkQueues};
 
 /// Bytes of the doorbell record.
 pub const QP_RECORD_BYTES: usize = 8;
@@ -227,6 +227,23 @@ impl AsyncQp {
     /// Returns the failure that put the queue pair into the error state, if it is known.
     pub fn failure(&self) -> Option<String> {
         lock(&self.shared.failure).clone()
+    }
+
+    /// Consumes all completions of both queues, and returns the first failure: the cause, if byte code did not end. Later ones
+    /// are usually its consequences. Completions of other queue pairs of these queues are consumed, too.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`AsyncCq::poll_cq`].
+    pub fn first_failure(&self) -> Result<Option<(Completion, Failure)>> {
+        for queue in [&self.send_cq, &self.receive_cq] {
+            let completions = queue.poll_cq(usize::MAX)?;
+            let mut failures = completions.iter().filter_map(|done| Some((*done, done.failure?)));
+            if let Some(failure) = failures.next() {
+                return Ok(Some(failure));
+            }
+        }
+        Ok(None)
     }
 
     /// Records that the queue pair is in the error state. Posts and commits are refused from now on.

@@ -52,7 +52,7 @@ enum Kind {
 #[derive(Serialize)]
 struct Row {
     executor: Kind,
-    transport: &'static str,
+    transport: Transport,
     size: u32,
     batch: u32,
     #[serde(flatten)]
@@ -85,13 +85,13 @@ fn main() -> Result<()> {
         if !selected || (executor != Kind::Cpu && gpu.is_err()) {
             continue;
         }
-        for (transport, name) in [(Transport::Rc, "rc"), (Transport::Ud, "ud")] {
+        for transport in [Transport::Rc, Transport::Ud] {
             if transport == Transport::Ud && options.size > 4096 {
                 continue;
             }
             table.push(Row {
                 executor,
-                transport: name,
+                transport,
                 size: options.size,
                 batch: options.batch,
                 outcome: measure(&options, executor, transport, gpu.as_ref().ok())?,

@@ -11,8 +11,9 @@ use clap::{Args, Parser, Subcommand};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
 use p2pmem_async::pingpong::{accept, connect};
+use p2pmem_async::wqe::Transport;
 use p2pmem_async_suite::hardware::Hardware;
-use p2pmem_async_suite::two_nodes::{self, Mode, Parameters, Role, Transport, abort};
+use p2pmem_async_suite::two_nodes::{self, Mode, Parameters, Role, abort};
 
 /// Messages between two nodes, with a computation in the accelerator for each.
 #[derive(Parser)]

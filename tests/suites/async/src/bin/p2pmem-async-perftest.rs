@@ -37,7 +37,7 @@ struct Options {
     side: Side,
     /// The transport (-c of ib_send_bw).
     #[arg(long, default_value = "rc")]
-    transport: TransportKind,
+    transport: Transport,
     /// Bytes of a message (-s of ib_send_bw).
     #[arg(long, default_value_t = 65536, value_parser = clap::value_parser!(u32).range(1..=8 << 20))]
     size: u32,
@@ -70,15 +70,6 @@ struct Side {
     /// Wait for ib_send_bw, and receive.
     #[arg(long)]
     listen: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum TransportKind {
-    /// Reliable connection.
-    Rc,
-    /// Unreliable datagrams.
-    Ud,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
@@ -125,7 +116,7 @@ impl Engine {
 #[derive(Debug, Serialize)]
 struct Report {
     role: &'static str,
-    transport: TransportKind,
+    transport: Transport,
     executor: Executor,
     size: u32,
     #[serde(flatten)]
@@ -145,10 +136,7 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     let deadline = Instant::now() + Duration::from_secs(options.timeout);
     let test = Test {
-        transport: match options.transport {
-            TransportKind::Rc => Transport::Rc,
-            TransportKind::Ud => Transport::Ud,
-        },
+        transport: options.transport,
         size: options.size,
         iterations: options.iterations,
         batch: options.batch,

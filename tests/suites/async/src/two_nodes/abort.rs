@@ -13,10 +13,11 @@ use p2pmem_async::cqe::{OWNER, Syndrome};
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::region::RegionKind;
 use p2pmem_async::sys::uverbs::QpState;
+use p2pmem_async::wqe::Transport;
 
 use super::device::{DeviceSide, Settings};
 use super::usage::Devices;
-use super::{Role, Side, Transport};
+use super::{Role, Side};
 use crate::hardware::Hardware;
 use crate::report::Aborted;
 
@@ -57,8 +58,7 @@ fn pair(hardware: &Hardware, first: Settings) -> Result<(DeviceSide, DeviceSide)
 /// Sends a message from `a` to `b`, by the accelerator.
 fn message(a: &mut DeviceSide, b: &mut DeviceSide) -> Result<()> {
     a.send(true)?;
-    let sent = a.endpoint.qp().send_cq().peek_cq(1)?;
-    a.executor.submit(sent.program)?;
+    a.wait_for_sends(1)?;
     a.executor.start()?;
     a.executor.finish(LONG_POLL)?;
     // The message has arrived, so that the poll comes true at once, also with a short limit.
@@ -151,8 +151,7 @@ fn full_ring(hardware: &Hardware) -> Result<Aborted> {
     let (mut a, _b) = pair(hardware, small)?;
     // Four entries, which are not started.
     a.send(true)?;
-    let peek = a.endpoint.qp().send_cq().peek_cq(1)?;
-    let error = a.executor.submit(peek.program).err().context("the ring was not full")?;
+    let error = a.wait_for_sends(1).err().context("the ring was not full")?;
     aborted(
         "the ring has no space for a program",
         error,
@@ -198,8 +197,7 @@ fn other_side_dies(hardware: &Hardware) -> Result<Aborted> {
         a.send(true)?;
     }
     // A failure is a completion, too, so the byte code ends.
-    let sent = a.endpoint.qp().send_cq().peek_cq(3)?;
-    a.executor.submit(sent.program)?;
+    a.wait_for_sends(3)?;
     a.executor.start()?;
     memory.store_dword(0, 1);
     memory.fence();

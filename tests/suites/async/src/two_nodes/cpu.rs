@@ -10,13 +10,14 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use p2pmem_async::endpoint::Address;
 use p2pmem_async::pingpong::options::Deadline;
+use p2pmem_async::wqe::Transport;
 use p2pmem_perf::sys::verbs::{
     self, AddressHandle, BufferMemory, Completion, Completions, Datagrams, Domain, QueuePair, ROUTE_BYTES, Retries,
     Segment, Work,
 };
 use p2pmem_perf::wire::{Endpoint, Link, Window};
 
-use super::{Mode, Parameters, Role, Side, Transport};
+use super::{Mode, Parameters, Role, Side};
 use crate::accel::AccelExecutor;
 use crate::hardware::{AccelMemory, Hardware};
 

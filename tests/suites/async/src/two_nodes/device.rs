@@ -14,10 +14,10 @@ use p2pmem_async::memory::DataMemory;
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::pingpong::wire::Wire;
 use p2pmem_async::queue::{AsyncCq, QpLayout};
-use p2pmem_async::wqe::{self, AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest};
+use p2pmem_async::wqe::{AddressVector, Payload, ReceiveRequest, SendOperation, SendRequest, Transport};
 
 use super::usage::{self, Devices, Processor};
-use super::{Parameters, Role, Side, Steady, Transport};
+use super::{Parameters, Role, Side, Steady};
 use crate::accel::AccelExecutor;
 use crate::hardware::{AccelMemory, Hardware};
 
@@ -29,8 +29,6 @@ const QUEUE: u32 = 4096;
 const ENTRIES: u32 = 16384;
 /// Receives that are posted: for what was submitted, and for what the other node submits meanwhile.
 const RECEIVES: u32 = 2 * MAX_STEADY;
-/// Bytes before the payload of a datagram, for its route.
-const ROUTE: u32 = 40;
 /// Offset of the payload in its memory. The route of a datagram is before it.
 const PAYLOAD: u32 = 64;
 /// The time limit of each poll.
@@ -100,10 +98,6 @@ impl DeviceSide {
     pub(super) fn with(hardware: &Hardware, settings: &Settings) -> Result<Self> {
         let source = hardware.source();
         let port = Port::open(&hardware.nic)?;
-        let transport = match settings.transport {
-            Transport::Rc => wqe::Transport::Rc,
-            Transport::Ud => wqe::Transport::Ud,
-        };
         let endpoint = Endpoint::new(
             &port,
             &EndpointOptions {
@@ -114,7 +108,7 @@ impl DeviceSide {
                 },
                 completions: settings.completions,
                 peeks: settings.queue as usize,
-                ..EndpointOptions::new(transport, AccelExecutor::peer(settings.operations))
+                ..EndpointOptions::new(settings.transport, AccelExecutor::peer(settings.operations))
             },
         )?;
         let data = source.data_memory(port.domain(), (PAYLOAD + settings.size) as usize)?;
@@ -139,10 +133,7 @@ impl DeviceSide {
 
     /// Posts receives.
     pub(super) fn receives(&self, count: u32) -> Result<()> {
-        let route = match self.transport {
-            Transport::Rc => 0,
-            Transport::Ud => ROUTE,
-        };
+        let route = self.transport.route_bytes();
         let request = ReceiveRequest {
             id: 0,
             segments: vec![self.data.segment((PAYLOAD - route) as usize, self.size + route)],
@@ -188,8 +179,13 @@ impl DeviceSide {
                 self.send(last)?;
             }
         }
-        let sent = self.endpoint.qp().send_cq().peek_cq(1)?;
-        self.executor.submit(sent.program)
+        self.wait_for_sends(1)
+    }
+
+    /// Submits the byte code that waits for completions of sends.
+    pub(super) fn wait_for_sends(&mut self, count: u32) -> Result<()> {
+        let peek = self.endpoint.qp().send_cq().peek_cq(count)?;
+        self.executor.submit(peek.program)
     }
 
     /// Sleeps until the entries before the index `end` have completed: about as long as that will take.
@@ -225,12 +221,8 @@ impl DeviceSide {
     fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         let qp = self.endpoint.qp();
         let mut text = format!("state of the queue pair: {:?}", self.endpoint.refresh());
-        for queue in [qp.send_cq(), qp.receive_cq()] {
-            if let Ok(completions) = queue.poll_cq(usize::MAX) {
-                for failure in completions.iter().filter_map(|completion| completion.failure) {
-                    text += &format!("; a work request failed: {failure}");
-                }
-            }
+        if let Ok(Some((_, failure))) = qp.first_failure() {
+            text += &format!("; a work request failed: {failure}");
         }
         if let Ok(state) = self.attachment.state() {
             text += &format!("; access to the doorbell: {state:?}");
