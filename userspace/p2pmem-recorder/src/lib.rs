@@ -4,8 +4,10 @@
 //!
 //! | module | contents |
 //! |---|---|
+//! | [`node`] | a storage node: its store, its sessions, and its state |
 //! | [`store`] | LUNs, streams, channels, and recordings of a storage node, on the file systems of its drives |
 //!
 //! `Documentation/design/recorder.md` describes the design.
 
+pub mod node;
 pub mod store;

@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The storage node: its store, its sessions, and its state.
+//!
+//! A [`Node`] is shared by the threads that serve sessions, and by the management in the browser. LUNs and streams are in
+//! the [store](crate::store) on the drives, so a node needs no other file.
+
+mod drives;
+mod sessions;
+pub mod status;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use sessions::Sessions;
+pub use sessions::{SessionHandle, SessionOptions};
+use status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
+
+use crate::store::{ChannelName, Files, LunOptions, Result, Store, StreamOptions};
+
+/// How a node works.
+#[derive(Debug, Clone)]
+pub struct NodeOptions {
+    /// The name of the node, for people.
+    pub name: String,
+    /// The folders where the drives are mounted. The store is prepared on each.
+    pub drives: Vec<PathBuf>,
+    /// The memory for blocks in transit.
+    pub memory: MemoryKind,
+    /// The number of buffers of a session: 2 to 256.
+    pub buffers: u32,
+    /// How long a session waits for the other side before it ends.
+    pub timeout: Duration,
+    /// Whether files use the page cache of the host. For tests on file systems without direct I/O.
+    pub cached: bool,
+}
+
+impl NodeOptions {
+    /// Returns options for drives that are mounted at `drives`: device memory, 16 buffers, 30 seconds.
+    pub fn new<P: Into<PathBuf>>(name: impl Into<String>, drives: impl IntoIterator<Item = P>) -> Self {
+        Self {
+            name: name.into(),
+            drives: drives.into_iter().map(Into::into).collect(),
+            memory: MemoryKind::Device,
+            buffers: 16,
+            timeout: Duration::from_secs(30),
+            cached: false,
+        }
+    }
+}
+
+/// A storage node.
+pub struct Node {
+    options: NodeOptions,
+    store: Store<Files>,
+    drives: drives::Drives,
+    sessions: Sessions,
+    started: Instant,
+    stopping: AtomicBool,
+}
+
+impl std::fmt::Debug for Node {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Node")
+            .field("options", &self.options)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Node {
+    /// Prepares the drives if they are new, and opens the store on them.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::prepare`] and [`Store::open`].
+    pub fn open(options: NodeOptions) -> Result<Arc<Self>> {
+        let files = Files::new().cached(options.cached);
+        for drive in &options.drives {
+            Store::prepare(&files, drive)?;
+        }
+        let store = Store::open(files, options.drives.clone())?;
+        Ok(Arc::new(Self {
+            drives: drives::Drives::new(&options.drives),
+            options,
+            store,
+            sessions: Sessions::default(),
+            started: Instant::now(),
+            stopping: AtomicBool::new(false),
+        }))
+    }
+
+    /// Returns the options.
+    pub fn options(&self) -> &NodeOptions {
+        &self.options
+    }
+
+    /// Returns the store.
+    pub fn store(&self) -> &Store<Files> {
+        &self.store
+    }
+
+    /// Returns the state of everything.
+    pub fn status(&self) -> Status {
+        Status {
+            name: self.options.name.clone(),
+            version: env!("CARGO_PKG_VERSION"),
+            uptime: self.started.elapsed().as_secs(),
+            memory: self.options.memory,
+            drives: self.drives.status(),
+            luns: self.luns(),
+            sessions: self.sessions.status(),
+            problems: self
+                .store
+                .problems()
+                .iter()
+                .map(|problem| format!("{}: {}", problem.name, problem.error))
+                .collect(),
+        }
+    }
+
+    /// Returns the LUNs with their streams, channels, and recordings. What is deleted meanwhile is left out.
+    pub fn luns(&self) -> Vec<Lun> {
+        let recordings = |name: &ChannelName| -> Vec<Recording> {
+            let infos = self.store.recordings(name).unwrap_or_default();
+            infos.iter().map(Recording::from).collect()
+        };
+        let streams = |lun: &str| -> Vec<Stream> {
+            let infos = self.store.streams(lun).unwrap_or_default();
+            let stream = infos.iter().map(|info| {
+                let channels = (0..info.channels).map(|number| Channel {
+                    number,
+                    recordings: recordings(&ChannelName::new(lun, &info.name, number)),
+                });
+                Stream::new(info, channels.collect())
+            });
+            stream.collect()
+        };
+        let infos = self.store.luns();
+        infos.iter().map(|info| Lun::new(info, streams(&info.name))).collect()
+    }
+
+    /// Creates a LUN. Writes zeros to all of its bytes, which takes as long as writing them takes.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::create_lun`].
+    pub fn create_lun(&self, name: &str, options: &LunOptions) -> Result<()> {
+        self.store.create_lun(name, options)
+    }
+
+    /// Deletes a LUN with everything in it.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::delete_lun`].
+    pub fn delete_lun(&self, name: &str) -> Result<()> {
+        self.store.delete_lun(name)
+    }
+
+    /// Creates a stream.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::create_stream`].
+    pub fn create_stream(&self, lun: &str, name: &str, options: &StreamOptions) -> Result<()> {
+        self.store.create_stream(lun, name, options)
+    }
+
+    /// Deletes a stream with its recordings.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::delete_stream`].
+    pub fn delete_stream(&self, lun: &str, name: &str) -> Result<()> {
+        self.store.delete_stream(lun, name)
+    }
+
+    /// Deletes a recording.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Store::delete_recording`].
+    pub fn delete_recording(&self, channel: &ChannelName, number: u64) -> Result<()> {
+        self.store.delete_recording(channel, number)
+    }
+
+    /// Registers a session that begins.
+    pub fn begin_session(&self, options: SessionOptions) -> SessionHandle {
+        self.sessions.begin(options)
+    }
+
+    /// Asks a session to end. Blocks that it acknowledged stay. Returns whether a session of this number runs.
+    pub fn stop_session(&self, id: u64) -> bool {
+        self.sessions.stop(id)
+    }
+
+    /// Records an error of a drive, for [`Node::status`].
+    pub fn drive_failed(&self, folder: &std::path::Path, error: &std::io::Error) {
+        self.drives.failed(folder, error);
+    }
+
+    /// Asks all sessions to end, and new ones not to begin.
+    pub fn shut_down(&self) {
+        self.stopping.store(true, Ordering::Relaxed);
+        self.sessions.stop_all();
+    }
+
+    /// Whether the node shuts down.
+    pub fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::status::Direction;
+    use super::*;
+
+    fn node(folder: &tempfile::TempDir) -> Arc<Node> {
+        let mut options = NodeOptions::new("test", [folder.path()]);
+        options.cached = true;
+        Node::open(options).unwrap()
+    }
+
+    fn session(peer: &str) -> SessionOptions {
+        SessionOptions {
+            direction: Direction::Record,
+            channel: ChannelName::new("fast", "radar", 0),
+            recording: 0,
+            peer: peer.into(),
+            nic: "mlx5_0".into(),
+            memory: "host memory".into(),
+            block_size: 65536,
+            buffers: 8,
+        }
+    }
+
+    #[test]
+    fn status_has_luns_streams_and_sessions() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(2);
+        node.create_lun("fast", &lun).unwrap();
+        node.create_stream("fast", "radar", &StreamOptions::new(64 << 10).channels(2))
+            .unwrap();
+        let running = node.begin_session(session("a"));
+        running.arrived();
+        running.acknowledged(1);
+        running.arrived();
+        let status = node.status();
+        assert_eq!((status.luns.len(), status.luns[0].free), (1, 2 << 20));
+        assert_eq!(status.luns[0].streams[0].channels.len(), 2);
+        let shown = &status.sessions[0];
+        assert_eq!(
+            (shown.blocks, shown.acknowledged, shown.dropped, shown.running),
+            (2, 1, 0, true)
+        );
+        drop(running);
+        let ended = &node.status().sessions[0];
+        assert_eq!((ended.dropped, ended.running), (1, false));
+        assert_eq!(status.drives[0].folder, folder.path());
+    }
+
+    #[test]
+    fn sessions_are_stopped_and_the_latest_are_kept() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let first = node.begin_session(session("first"));
+        assert!(!first.is_stopped());
+        assert!(node.stop_session(first.id()));
+        assert!(first.is_stopped());
+        assert!(!node.stop_session(99));
+        for _ in 0..100 {
+            drop(node.begin_session(session("short")));
+        }
+        let sessions = node.status().sessions;
+        assert!(
+            sessions.iter().any(|session| session.peer == "first"),
+            "a running session is kept"
+        );
+        assert_eq!(sessions.len(), 1 + sessions::KEPT);
+        node.shut_down();
+        assert!(node.is_stopping() && node.begin_session(session("late")).is_stopped());
+    }
+
+    #[test]
+    fn the_error_of_a_drive_is_shown() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
+        let error = node.status().drives[0].error.clone().unwrap();
+        assert!(error.contains("Input/output"), "{error}");
+    }
+}

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The state of a storage node, as programs and people see it.
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use crate::store::{LunInfo, RecordingInfo, StreamInfo};
+
+/// Everything that a node knows at one moment. Counters count from the start of the program, or of the session.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Status {
+    /// The name of the node.
+    pub name: String,
+    /// The version of the program.
+    pub version: &'static str,
+    /// Seconds since the program started.
+    pub uptime: u64,
+    /// The memory that the node uses for blocks in transit.
+    pub memory: MemoryKind,
+    /// The drives, in the order of the configuration.
+    pub drives: Vec<Drive>,
+    /// The LUNs, in the order of their names.
+    pub luns: Vec<Lun>,
+    /// The sessions that run, and the latest that ended, in the order of their numbers.
+    pub sessions: Vec<Session>,
+    /// What the store could not repair when it was opened.
+    pub problems: Vec<String>,
+}
+
+/// Where blocks are between NIC and drive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, serde::Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryKind {
+    /// Memory of an accelerator or a drive, chosen near the NIC and the drives of the LUN.
+    #[default]
+    Device,
+    /// Host memory.
+    Host,
+}
+
+/// A drive.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Drive {
+    /// The folder where its file system is mounted.
+    pub folder: PathBuf,
+    /// The block device, such as `nvme0n1`; `None` if the file system has none.
+    pub device: Option<String>,
+    /// Bytes that the drive has written since the machine started.
+    pub written: u64,
+    /// Bytes that the drive has read since the machine started.
+    pub read: u64,
+    /// The number of reads and writes in progress.
+    pub in_flight: u64,
+    /// The last error of a session that used the drive.
+    pub error: Option<String>,
+}
+
+/// A LUN.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Lun {
+    /// The name.
+    pub name: String,
+    /// The bytes of a segment.
+    pub segment_size: u64,
+    /// The bytes of all segments.
+    pub total: u64,
+    /// The bytes of the free segments.
+    pub free: u64,
+    /// The folders of its drives.
+    pub drives: Vec<PathBuf>,
+    /// Its streams, in the order of their names.
+    pub streams: Vec<Stream>,
+}
+
+/// A stream.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Stream {
+    /// The name.
+    pub name: String,
+    /// The bytes of a block.
+    pub block_size: u64,
+    /// The channels, in the order of their numbers.
+    pub channels: Vec<Channel>,
+}
+
+/// A channel.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Channel {
+    /// The number in the stream.
+    pub number: u32,
+    /// The recordings, in the order of their numbers.
+    pub recordings: Vec<Recording>,
+}
+
+/// A recording.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, serde::Deserialize)]
+pub struct Recording {
+    /// The number in the channel.
+    pub number: u64,
+    /// The time that the recording program gave for the start, in nanoseconds since 1970.
+    pub started: u64,
+    /// The number of acknowledged blocks.
+    pub blocks: u64,
+    /// The sequence number of the first block.
+    pub first: Option<u64>,
+    /// The sequence number of the last block.
+    pub last: Option<u64>,
+    /// The time of the first block, in nanoseconds.
+    pub first_time: Option<u64>,
+    /// The time of the last block, in nanoseconds.
+    pub last_time: Option<u64>,
+    /// Whether the recording has a writer.
+    pub writing: bool,
+}
+
+/// The direction of a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From the accelerator node to the drives.
+    Record,
+    /// From the drives to the accelerator node.
+    Play,
+}
+
+/// What limits a session at the moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Limit {
+    /// The other side: buffers are free, or blocks are announced, and it does not use them.
+    Peer,
+    /// The drives: most buffers wait for them.
+    Drive,
+    /// The rate that the other side asked for.
+    Rate,
+}
+
+/// A session: one accelerator node records or plays one channel through one port.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Session {
+    /// The number of the session.
+    pub id: u64,
+    /// The direction.
+    pub direction: Direction,
+    /// The LUN.
+    pub lun: String,
+    /// The stream.
+    pub stream: String,
+    /// The number of the channel.
+    pub channel: u32,
+    /// The number of the recording.
+    pub recording: u64,
+    /// The name that the other side gave.
+    pub peer: String,
+    /// The NIC of this node.
+    pub nic: String,
+    /// The memory that was chosen, and its path to the NIC: such as `0000:04:00.0, 1 switch from mlx5_0`.
+    pub memory: String,
+    /// When the session started, in seconds since 1970.
+    pub started: u64,
+    /// Blocks that have arrived, or that the other side has read.
+    pub blocks: u64,
+    /// Blocks that are durable; equal to `blocks` for playback.
+    pub acknowledged: u64,
+    /// Bytes of a block.
+    pub block_size: u64,
+    /// Blocks that were received and are not recorded, because the session ended before they were durable.
+    pub dropped: u64,
+    /// The number of buffers.
+    pub buffers: u32,
+    /// Buffers that wait for the drives.
+    pub in_flight: u32,
+    /// What limits the session.
+    pub limit: Limit,
+    /// Whether the session runs.
+    pub running: bool,
+    /// Why the session ended early.
+    pub error: Option<String>,
+}
+
+impl Lun {
+    /// Returns a LUN with its streams.
+    pub fn new(info: &LunInfo, streams: Vec<Stream>) -> Self {
+        Self {
+            name: info.name.clone(),
+            segment_size: info.segment_size,
+            total: info.total(),
+            free: info.free(),
+            drives: info.drives.iter().map(|(folder, _)| folder.clone()).collect(),
+            streams,
+        }
+    }
+}
+
+impl Stream {
+    /// Returns a stream with its channels.
+    pub fn new(info: &StreamInfo, channels: Vec<Channel>) -> Self {
+        Self {
+            name: info.name.clone(),
+            block_size: info.block_size,
+            channels,
+        }
+    }
+}
+
+impl From<&RecordingInfo> for Recording {
+    fn from(info: &RecordingInfo) -> Self {
+        let (first, last) = info.range.unzip();
+        Self {
+            number: info.number,
+            started: info.started,
+            blocks: info.blocks,
+            first: first.map(|block| block.sequence),
+            last: last.map(|block| block.sequence),
+            first_time: first.map(|block| block.time),
+            last_time: last.map(|block| block.time),
+            writing: info.writing,
+        }
+    }
+}
