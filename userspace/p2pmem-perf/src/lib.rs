@@ -3,7 +3,7 @@
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
 //! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`session`], with
-//! its [`memory`] and a reliable connection ([`sys::verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
+//! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
 //! measures bandwidth and message rate. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
 
@@ -19,7 +19,6 @@ pub mod session;
 pub mod sizes;
 pub mod stale;
 pub mod stats;
-pub mod sys;
 pub mod waiter;
 pub mod wire;
 

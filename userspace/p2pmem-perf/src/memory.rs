@@ -8,11 +8,15 @@ use std::sync::Arc;
 
 use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
+use p2pmem_verbs::{Access, BufferMemory, Domain, HostMemory, Segment, Span};
 
 use crate::cli::MemoryKind;
-use crate::sys::verbs::{BufferMemory, Domain, HostMemory, Segment};
-use crate::sys::Span;
 use crate::wire::Window;
+
+/// Access of all registrations: everything except atomics.
+const ACCESS: Access = Access::LOCAL_WRITE
+    .union(Access::REMOTE_WRITE)
+    .union(Access::REMOTE_READ);
 
 /// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
@@ -189,8 +193,8 @@ impl UnregisteredMemory {
     /// The NIC rejects the memory. The message says what to do.
     pub fn register(self, domain: &Arc<Domain>) -> Result<Memory> {
         let registered = match self.buffer {
-            Some(buffer) => Registered::Buffer(BufferMemory::register(domain, &buffer)?, buffer),
-            None => Registered::Host(HostMemory::register(domain, &self.span).with_context(|| {
+            Some(buffer) => Registered::Buffer(BufferMemory::register(domain, &buffer, ACCESS)?, buffer),
+            None => Registered::Host(HostMemory::register(domain, &self.span, ACCESS).with_context(|| {
                 format!(
                     "{} cannot register {} by ibv_reg_mr(): does the limit of pinned memory (ulimit -l) permit this?",
                     domain.nic().name(),

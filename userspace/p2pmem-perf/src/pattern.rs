@@ -3,10 +3,10 @@
 //! The payload: a pattern that differs in every word of every slot. The test writes the pattern before the messages and
 //! compares the target byte by byte after them.
 
+use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
 use crate::sizes::Slots;
-use crate::sys::Span;
 
 /// Words that are processed at once.
 const STEP: usize = 8192;

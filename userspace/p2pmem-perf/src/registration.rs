@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
 use p2pmem::short_size;
+use p2pmem_verbs::Domain;
+use rustix::time::{clock_gettime, ClockId};
 use serde::Serialize;
 
 use crate::cli::{MemoryKind, RegisterArgs};
@@ -15,8 +17,6 @@ use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
 use crate::print_json;
 use crate::progress;
 use crate::session::open_nics;
-use crate::sys::cpu_time;
-use crate::sys::verbs::Domain;
 
 /// Cost of the registration of one kind and size of memory.
 #[derive(Debug, Clone, Serialize)]
@@ -118,6 +118,13 @@ fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
     }
 }
 
+/// Returns the CPU time of this process, in user and kernel mode.
+fn cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ProcessCPUTime);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    Duration::from_secs(seconds) + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or(0))
+}
+
 fn measure(
     from: Origin<'_>,
     args: &RegisterArgs,
@@ -163,4 +170,21 @@ fn measure(
         register_cpu_ns: ns(busy.iter().min()),
         deregister_ns: ns(off.iter().min()),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem_verbs::Span;
+
+    #[test]
+    fn cpu_time_increases() {
+        let before = cpu_time();
+        let span = Span::host(1 << 20).unwrap();
+        let other = Span::host(1 << 20).unwrap();
+        while cpu_time() == before {
+            span.copy_to(0, &other, 0, 1 << 20);
+        }
+        assert!(cpu_time() > before);
+    }
 }

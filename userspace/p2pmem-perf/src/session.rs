@@ -8,14 +8,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_verbs::{Completions, Domain, Nic, QueuePair, Remote, Request, Retries, Segment, Span, Work};
 
 use crate::cli::{MemoryKind, OwnArgs};
 use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::{check_target, fill_source, fill_target, Comparison};
 use crate::sizes::Slots;
 use crate::stats::Times;
-use crate::sys::verbs::{self, Completions, Domain, Limits, Nic, QueuePair, Remote, Request, Retries, Segment, Work};
-use crate::sys::Span;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
 
@@ -106,7 +105,7 @@ impl NicSession {
     /// The NIC is too small for the test, or the memory is not available. The message says what to do.
     pub fn new(nic: Arc<Nic>, index: usize, test: &Test, role: Role, own: &OwnArgs) -> Result<Self> {
         let name = nic.name().to_owned();
-        let limits = limits(&nic)?;
+        let limits = nic.limits().with_context(|| format!("querying the limits of {name}"))?;
         // The send queue also holds the RDMA READ of the peer's handshake word; the receive queue has the same size.
         let most = test.depth + 2;
         ensure!(
@@ -140,7 +139,7 @@ impl NicSession {
         } else {
             reached.window(0, bytes - WORDS)
         };
-        let endpoint = own_endpoint(&nic, &queue, own, payload, memory.window(bytes - WORDS, WORD))?;
+        let endpoint = own_endpoint(&queue, own, payload, memory.window(bytes - WORDS, WORD))?;
         Ok(Self {
             queue,
             memory,
@@ -183,14 +182,14 @@ impl NicSession {
     pub fn connect(&mut self, other: Endpoint) -> Result<()> {
         let name = self.nic.name();
         ensure!(
-            self.own.link == other.link,
+            self.own.address.link == other.address.link,
             "{name} is on {:?}, but {} of the other side is on {:?}: select NICs on the same network (--nic)",
-            self.own.link,
+            self.own.address.link,
             other.nic,
-            other.link
+            other.address.link
         );
         self.queue
-            .connect(&self.own, self.gid_index, &other, RETRIES)
+            .connect(&self.own.address, self.gid_index, &other.address, RETRIES)
             .with_context(|| {
                 format!(
                     "connecting {name} to {} of the other side: on Ethernet, select GIDs on the same network (--gid-index)",
@@ -463,6 +462,7 @@ impl Run<'_> {
             id: message,
             local,
             work,
+            signaled: true,
         })
     }
 
@@ -477,6 +477,7 @@ impl Run<'_> {
             id: READ_WORD_ID,
             local: session.memory.segment(peer_word, WORD),
             work: Work::Read(self.remote(&self.other.handled, 0, WORD)?),
+            signaled: true,
         };
         while handled < self.messages {
             while posted < self.messages && posted - handled < window {
@@ -546,6 +547,7 @@ impl Run<'_> {
             local,
             // The low 32 bits are enough to distinguish a message from its neighbours.
             work: Work::Write(to, Some(message as u32)),
+            signaled: true,
         })
     }
 }
@@ -557,40 +559,22 @@ fn word(span: &Span, at: u64) -> u64 {
     u64::from_le_bytes(word)
 }
 
-fn limits(nic: &Nic) -> Result<Limits> {
-    nic.limits()
-        .with_context(|| format!("querying the limits of {}", nic.name()))
-}
-
-/// Returns the endpoint that the peer needs: address, queue pair number, and memory.
+/// Returns the endpoint that the peer needs: address and memory.
 ///
 /// # Errors
 ///
 /// The NIC's port is not active, or has no GID at this index.
-pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window, handled: Window) -> Result<Endpoint> {
-    let name = nic.name();
-    let port = nic.port().with_context(|| format!("querying the port of {name}"))?;
-    ensure!(
-        port.is_active,
-        "the port of {name} is not active: check the link; see `ibv_devinfo -d {name}`"
-    );
-    let gid = nic.gid(own.gid_index).with_context(|| {
+pub fn own_endpoint(queue: &QueuePair, own: &OwnArgs, payload: Window, handled: Window) -> Result<Endpoint> {
+    let name = queue.domain().nic().name();
+    let address = queue.address(own.gid_index).with_context(|| {
         format!(
-            "{name} has no GID at index {}: see `ibv_devinfo -v`, and set --gid-index",
+            "the address of a queue pair on {name}, with --gid-index {}",
             own.gid_index
         )
     })?;
-    let limits = limits(nic)?;
     Ok(Endpoint {
         nic: name.to_owned(),
-        link: port.link,
-        lid: port.lid,
-        gid,
-        qpn: queue.number(),
-        // The PSN only needs to differ from run to run.
-        psn: (std::process::id() ^ (queue.number() << 8)) & 0xff_ffff,
-        mtu: port.mtu,
-        reads: limits.reads_answered.min(limits.reads_asked).max(1),
+        address,
         payload,
         handled,
     })
@@ -602,7 +586,7 @@ pub fn own_endpoint(nic: &Nic, queue: &QueuePair, own: &OwnArgs, payload: Window
 ///
 /// A NIC does not exist; the message lists the existing ones.
 pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
-    let all = verbs::nics().map_err(|error| match error.raw_os_error() {
+    let all = p2pmem_verbs::nics().map_err(|error| match error.raw_os_error() {
         Some(libc::EOPNOTSUPP) => {
             anyhow::anyhow!("libibverbs is not installed (Debian: apt-get install libibverbs1 ibverbs-providers)")
         }
@@ -613,7 +597,7 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
         "no RDMA NIC has a driver: load the driver's module, such as mlx5_ib, and see `rdma link`"
     );
     let open = |name: &String| {
-        let nic = verbs::Nic::open(name)
+        let nic = Nic::open(name)
             .with_context(|| format!("opening {name}: does this user have access to /dev/infiniband?"))?;
         nic.with_context(|| format!("there is no NIC {name}; this machine has {}", all.join(", ")))
     };

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
@@ -22,7 +23,6 @@ use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::mixed;
 use crate::print_json;
 use crate::session::{open_nics, own_endpoint, RETRIES};
-use crate::sys::verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{check_endpoints, reason, Control, Endpoint, Message};
 
@@ -97,7 +97,7 @@ impl Queues {
         let list = (0..=writes).map(|_| {
             let queue = QueuePair::new(&domain, &completions, 1, 1).context("creating a queue pair")?;
             let window = memory.window(0, (writes + 1) * BLOCK);
-            let endpoint = own_endpoint(nic, &queue, own, window, window)?;
+            let endpoint = own_endpoint(&queue, own, window, window)?;
             Ok((queue, endpoint))
         });
         Ok(Self {
@@ -115,7 +115,7 @@ impl Queues {
         check_endpoints(others, self.list.len())?;
         for ((queue, endpoint), other) in self.list.iter().zip(others) {
             queue
-                .connect(endpoint, own.gid_index, other, RETRIES)
+                .connect(&endpoint.address, own.gid_index, &other.address, RETRIES)
                 .context("connecting")?;
         }
         Ok(())
@@ -261,6 +261,7 @@ fn run_one(control: &mut Control, args: &StaleRunArgs) -> Result<WriteResults> {
             id: i,
             local: queues.memory.segment(i * BLOCK, BLOCK),
             work: Work::Write(to, None),
+            signaled: true,
         }])?;
         let done = waiter.next_completion(&|| format!("write {i}"))?;
         ensure!(

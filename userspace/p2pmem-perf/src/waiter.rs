@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
-
-use crate::sys::verbs::{Completion, Completions};
+use p2pmem_verbs::{Completion, Completions};
 
 /// Polls between two reads of the clock.
 const POLLS: u32 = 256;
@@ -109,7 +108,7 @@ fn check(completions: &[Completion], what: &dyn Fn() -> String) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sys::verbs::Failure;
+    use p2pmem_verbs::Failure;
 
     #[test]
     fn the_first_failure_is_reported() {

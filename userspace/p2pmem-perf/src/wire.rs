@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use clap::ValueEnum;
+use p2pmem_verbs::Address;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -33,7 +34,7 @@ use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
 
 /// Version of the protocol.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Maximum length of a line in bytes.
 const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
@@ -169,48 +170,17 @@ impl Window {
 pub struct Endpoint {
     /// Name of the NIC.
     pub nic: String,
-    /// `infiniband` or `ethernet`.
-    pub link: Link,
-    /// LID of the port; 0 on Ethernet.
-    pub lid: u16,
-    /// The port's GID.
-    pub gid: [u8; 16],
-    /// Number of the queue pair, 24 bits.
-    pub qpn: u32,
-    /// Initial packet sequence number, 24 bits.
-    pub psn: u32,
-    /// MTU in bytes.
-    pub mtu: u32,
-    /// Maximum number of outstanding RDMA READs as a responder.
-    pub reads: u8,
+    /// The queue pair.
+    pub address: Address,
     /// Memory for the payload.
     pub payload: Window,
     /// The handshake word, which counts handled messages.
     pub handled: Window,
 }
 
-/// Link layer of a port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Link {
-    /// InfiniBand.
-    Infiniband,
-    /// Ethernet (RoCE).
-    Ethernet,
-}
-
 impl Endpoint {
     fn check(&self) -> Result<()> {
-        if self.qpn >= 1 << 24 || self.psn >= 1 << 24 {
-            bail!(
-                "queue pair number {} or packet number {} has more than 24 bits",
-                self.qpn,
-                self.psn
-            );
-        }
-        if ![256, 512, 1024, 2048, 4096].contains(&self.mtu) {
-            bail!("an MTU of {} bytes is not valid", self.mtu);
-        }
+        self.address.check()?;
         if self.nic.len() > 64 {
             bail!("the name of a NIC has more than 64 bytes");
         }

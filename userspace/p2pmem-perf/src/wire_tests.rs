@@ -5,6 +5,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::thread;
 
+use p2pmem_verbs::Link;
 use proptest::prelude::*;
 
 use super::*;
@@ -38,13 +39,15 @@ fn test() -> Test {
 fn endpoint() -> Endpoint {
     Endpoint {
         nic: "mlx5_0".into(),
-        link: Link::Infiniband,
-        lid: 1,
-        gid: [0; 16],
-        qpn: 0x123,
-        psn: 0x456,
-        mtu: 4096,
-        reads: 16,
+        address: Address {
+            link: Link::Infiniband,
+            lid: 1,
+            gid: [0; 16],
+            qpn: 0x123,
+            psn: 0x456,
+            mtu: 4096,
+            reads: 16,
+        },
         payload: Window {
             address: 1 << 40,
             rkey: 7,
@@ -199,10 +202,11 @@ fn a_volume_limits_the_messages_of_large_sizes() {
 fn endpoints_are_checked() {
     check_endpoints(&[endpoint()], 1).unwrap();
     assert!(check_endpoints(&[endpoint()], 2).is_err());
-    let change: [fn(&mut Endpoint); 4] = [
-        |e| e.qpn = 1 << 24,
-        |e| e.psn = u32::MAX,
-        |e| e.mtu = 1500,
+    let change: [fn(&mut Endpoint); 5] = [
+        |e| e.address.qpn = 1 << 24,
+        |e| e.address.psn = u32::MAX,
+        |e| e.address.mtu = 1500,
+        |e| e.address.reads = 0,
         |e| e.nic = "x".repeat(65),
     ];
     for change in change {

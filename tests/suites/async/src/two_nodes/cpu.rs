@@ -11,11 +11,10 @@ use anyhow::{Context, Result, ensure};
 use p2pmem_async::endpoint::Address;
 use p2pmem_async::pingpong::options::Deadline;
 use p2pmem_async::wqe::Transport;
-use p2pmem_perf::sys::verbs::{
-    self, AddressHandle, BufferMemory, Completion, Completions, Datagrams, Domain, QueuePair, ROUTE_BYTES, Retries,
-    Segment, Work,
+use p2pmem_verbs::{
+    self as verbs, Access, AddressHandle, BufferMemory, Completion, Completions, Datagrams, Domain, Link, QueuePair,
+    ROUTE_BYTES, Retries, Segment, Work,
 };
-use p2pmem_perf::wire::{Endpoint, Link, Window};
 
 use super::{Mode, Parameters, Role, Side};
 use crate::accel::AccelExecutor;
@@ -58,7 +57,7 @@ pub struct CpuSide {
     registered: BufferMemory,
     memory: AccelMemory,
     ones: AccelMemory,
-    endpoint: Endpoint,
+    own: verbs::Address,
     role: Role,
     events: bool,
     size: u32,
@@ -92,21 +91,15 @@ impl CpuSide {
             Queue::Datagrams { queue, .. } => queue.number(),
         };
         let memory = hardware.memory(u64::from(PAYLOAD + parameters.size))?;
-        let none = Window {
-            address: 0,
-            rkey: 0,
-            bytes: 0,
-        };
         let ring = AccelExecutor::new(hardware, 0, ENTRIES, Duration::from_secs(1))?;
         Ok(Self {
             queue,
             completions,
-            registered: BufferMemory::register(&domain, &memory.buffer)?,
+            registered: BufferMemory::register(&domain, &memory.buffer, Access::LOCAL_WRITE)?,
             ones: hardware.ones(parameters.size)?,
             memory,
             ring,
-            endpoint: Endpoint {
-                nic: name.to_owned(),
+            own: verbs::Address {
                 link: port.link,
                 lid: port.lid,
                 gid: nic.gid(0)?,
@@ -114,8 +107,6 @@ impl CpuSide {
                 psn: 0,
                 mtu: port.mtu,
                 reads: 1,
-                payload: none,
-                handled: none,
             },
             role,
             events: parameters.mode == Mode::CpuEvents,
@@ -149,6 +140,7 @@ impl CpuSide {
                 id: SEND,
                 local: self.segment(0),
                 work: Work::Send,
+                signaled: true,
             }])?,
             Queue::Datagrams { queue, other } => {
                 let (route, number) = other.as_ref().context("not connected")?;
@@ -239,31 +231,31 @@ impl CpuSide {
 impl Side for CpuSide {
     fn address(&self) -> Address {
         Address {
-            qpn: self.endpoint.qpn,
-            lid: self.endpoint.lid,
-            gid: self.endpoint.gid,
+            qpn: self.own.qpn,
+            lid: self.own.lid,
+            gid: self.own.gid,
             qkey: KEY,
             // Not truncated: 1 to 5.
-            mtu: (self.endpoint.mtu / 128).ilog2() as u8,
-            psn: self.endpoint.psn,
+            mtu: (self.own.mtu / 128).ilog2() as u8,
+            psn: self.own.psn,
         }
     }
 
     fn connect(&mut self, other: &Address) -> Result<()> {
-        let own = &self.endpoint;
+        let own = &self.own;
         ensure!(
             own.link == Link::Infiniband || matches!(self.queue, Queue::Connected(_)),
             "datagrams need InfiniBand"
         );
         match &mut self.queue {
             Queue::Connected(queue) => {
-                let there = Endpoint {
+                let there = verbs::Address {
                     lid: other.lid,
                     gid: other.gid,
                     qpn: other.qpn,
                     psn: other.psn,
                     mtu: 128 << other.mtu,
-                    ..own.clone()
+                    ..*own
                 };
                 let retries = Retries {
                     timeout: 17,

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use p2pmem::{Access, Buffer, Pd, Registration};
 use rdma_mummy_sys as ffi;
 
-use super::{errno, Domain, ACCESS};
-use crate::sys::Span;
+use super::errno;
+use super::nic::Domain;
+use super::span::Span;
 
 /// Host memory that is registered with a NIC.
 ///
@@ -30,13 +31,15 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    /// Registers memory by `ibv_reg_mr()`.
+    /// Registers memory by `ibv_reg_mr()`. `access` limits what the NIC may do with the memory: nothing but what the program
+    /// needs, so that the other side can access only what it is meant to.
     ///
     /// # Errors
     ///
-    /// ENOMEM (more than `ulimit -l` permits), EFAULT (not memory that can be pinned).
-    pub fn register(domain: &Arc<Domain>, span: &Span) -> io::Result<Self> {
-        let access = ACCESS as libc::c_int;
+    /// ENOMEM (more than `ulimit -l` permits), EFAULT (not memory that can be pinned), EINVAL (remote writes without
+    /// [`Access::LOCAL_WRITE`]).
+    pub fn register(domain: &Arc<Domain>, span: &Span, access: Access) -> io::Result<Self> {
+        let access = access.bits() as libc::c_int;
         let start = span.address() as *mut libc::c_void;
         // SAFETY: the span is mapped, and this object keeps a clone, so it stays mapped while it is registered. No
         // references to the memory exist, so the NIC may change it.
@@ -94,17 +97,17 @@ pub struct BufferMemory {
 }
 
 impl BufferMemory {
-    /// Registers a whole buffer, by the method that the kernel offers.
+    /// Registers a whole buffer, by the method that the kernel offers. `access` is as for [`HostMemory::register`].
     ///
     /// # Errors
     ///
     /// Those of [`Buffer::register`].
-    pub fn register(domain: &Arc<Domain>, buffer: &Buffer) -> p2pmem::Result<Self> {
+    pub fn register(domain: &Arc<Domain>, buffer: &Buffer, access: Access) -> p2pmem::Result<Self> {
         // SAFETY: the domain came from ibv_alloc_pd(). It lives at least as long as the clone in the returned object,
         // which is dropped after the registration.
         let pd = unsafe { Pd::from_raw(domain.raw.cast()) }?;
         Ok(Self {
-            registration: buffer.register(&pd, Access::from_bits_retain(ACCESS))?,
+            registration: buffer.register(&pd, access)?,
             _domain: domain.clone(),
         })
     }

@@ -10,8 +10,9 @@ use std::sync::Arc;
 use rdma_mummy_sys as ffi;
 
 use super::completion::Completions;
+use super::nic::Domain;
 use super::queue_pair::{sge, QueuePair, Segment};
-use super::{errno, Domain, PORT};
+use super::{errno, PORT};
 
 /// Bytes before the payload of a received datagram, for its route. The NIC may not change them.
 pub const ROUTE_BYTES: u32 = 40;
@@ -138,8 +139,8 @@ impl Datagrams {
         };
         let mut bad = ptr::null_mut();
         // SAFETY: the queue pair and the address handle exist by their invariants, and both belong to the same device, as they have
-        // the same domain. The request and its segment live until
-        // the call returns. The NIC checks the address, see the module documentation.
+        // the same domain. The request and its segment live until the call returns. The NIC checks the address, see the
+        // documentation of the crate.
         errno(unsafe { ffi::ibv_post_send(self.queue.raw(), &mut wr, &mut bad) })
     }
 

@@ -5,7 +5,7 @@
 use std::fmt;
 use std::io;
 use std::mem;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,8 @@ use rdma_mummy_sys as ffi;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 
-use super::{errno, Nic};
+use super::errno;
+use super::nic::Nic;
 
 /// Completion of a work request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,6 +72,35 @@ impl fmt::Display for Failure {
 
 /// A completion queue with its completion channel.
 ///
+/// A program polls ([`Completions::poll`]), or sleeps until an event arrives: [`Completions::arm`] requests one event,
+/// then `poll()` again, because completions before the request cause no event, then [`Completions::wait`].
+///
+/// # Waiting for several things
+///
+/// The channel's file descriptor ([`AsFd`]) is readable while an event is pending, so `poll()` or `epoll` can wait for
+/// the queue, sockets, and other files at once. If it is readable, call `wait()` with a limit of zero, which consumes the
+/// event. Do not call `read()` on the file descriptor: events that only `read()` consumed are never acknowledged, and the
+/// drop of the queue waits for them forever.
+///
+/// ```no_run
+/// # fn example(completions: &p2pmem_verbs::Completions, socket: &std::net::TcpStream) -> std::io::Result<()> {
+/// use std::os::fd::AsFd;
+/// use std::time::Duration;
+/// use rustix::event::{poll, PollFd, PollFlags};
+///
+/// let mut done = Vec::new();
+/// completions.arm()?;
+/// if completions.poll(&mut done)? == 0 {
+///     let mut files = [completions.as_fd(), socket.as_fd()].map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN));
+///     poll(&mut files, None)?;
+///     if completions.wait(Duration::ZERO)? {
+///         completions.poll(&mut done)?;
+///     }
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Invariants
 ///
 /// `raw` and `channel` exist until this is dropped; `raw` uses `channel`.
@@ -112,7 +142,7 @@ impl Completions {
         }
     }
 
-    /// Polls completions, at most 64.
+    /// Polls completions, at most 64, and appends them to `into`. Returns their number.
     ///
     /// # Errors
     ///
@@ -154,20 +184,14 @@ impl Completions {
         errno(unsafe { ffi::ibv_req_notify_cq(self.raw.as_ptr(), 0) })
     }
 
-    fn fd(&self) -> RawFd {
-        // SAFETY: the channel exists by the invariant.
-        unsafe { self.channel.as_ref() }.fd
-    }
-
-    /// Waits for a requested event, at most for `limit`. Returns whether an event arrived.
+    /// Waits for a requested event, at most for `limit`, and consumes it. Returns whether an event arrived. Only one
+    /// thread may wait at a time: of two threads, one may wait longer than its limit.
     ///
     /// # Errors
     ///
     /// The completion channel failed.
     pub fn wait(&self, limit: Duration) -> io::Result<bool> {
-        // SAFETY: the channel, and so its descriptor, exists for the lifetime of the borrow.
-        let fd = unsafe { BorrowedFd::borrow_raw(self.fd()) };
-        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::IN)];
+        let mut fds = [PollFd::from_borrowed_fd(self.as_fd(), PollFlags::IN)];
         // A duration that the kernel's type cannot represent means no limit.
         let limit = Timespec::try_from(limit).ok();
         match poll(&mut fds, limit.as_ref()) {
@@ -176,13 +200,20 @@ impl Completions {
             Err(error) => return Err(error.into()),
         }
         let (mut queue, mut context) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: the channel exists by the invariant. poll() reported an event, and only this queue uses the channel.
+        // SAFETY: the channel exists by the invariant, and only this queue uses it, so the event is one of this queue.
         // The event is acknowledged to its queue.
         unsafe {
             errno(ffi::ibv_get_cq_event(self.channel.as_ptr(), &mut queue, &mut context))?;
             ffi::ibv_ack_cq_events(queue, 1);
         }
         Ok(true)
+    }
+}
+
+impl AsFd for Completions {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel exists by the invariant, and so its file descriptor is open for the lifetime of the borrow.
+        unsafe { BorrowedFd::borrow_raw(self.channel.as_ref().fd) }
     }
 }
 
@@ -194,5 +225,23 @@ impl Drop for Completions {
             ffi::ibv_destroy_cq(self.raw.as_ptr());
             ffi::ibv_destroy_comp_channel(self.channel.as_ptr());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_have_a_hint() {
+        for status in 1..24 {
+            let text = Failure { status, vendor: 0x51 }.to_string();
+            assert!(text.contains("0x51") && text.contains(": "), "{text}");
+        }
+        let gone = Failure {
+            status: ffi::ibv_wc_status::IBV_WC_REM_ACCESS_ERR,
+            vendor: 0,
+        };
+        assert!(gone.to_string().starts_with("remote access error (status 10"), "{gone}");
     }
 }

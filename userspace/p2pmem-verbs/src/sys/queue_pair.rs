@@ -7,11 +7,13 @@ use std::mem;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
+use p2pmem::Access;
 use rdma_mummy_sys as ffi;
 
 use super::completion::Completions;
-use super::{errno, Domain, ACCESS, PORT};
-use crate::wire::{Endpoint, Link};
+use super::nic::Domain;
+use super::{errno, PORT};
+use crate::address::{invalid, Address, Link};
 
 /// A range of this side's registered memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,7 +46,7 @@ pub enum Work {
     Send,
 }
 
-/// A work request for the send queue. Each is signaled.
+/// A work request for the send queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     /// Id in the completion.
@@ -53,6 +55,14 @@ pub struct Request {
     pub local: Segment,
     /// The operation.
     pub work: Work,
+    /// Whether the request has a completion if it succeeds. A failed or flushed request always has one.
+    ///
+    /// A request that is not signaled keeps its entry of the send queue until the completion of a later signaled request was
+    /// polled. If a queue of n entries is filled with n requests that are not signaled, no completion ever frees an entry,
+    /// and posting fails with ENOMEM: signal at least every n-th request. Requests are executed in order, so the successful
+    /// completion of a signaled request also means that all earlier requests succeeded. Until then, the program must not
+    /// reuse the memory of an earlier request.
+    pub signaled: bool,
 }
 
 /// A queue pair of a reliable connection.
@@ -71,12 +81,17 @@ unsafe impl Send for QueuePair {}
 // SAFETY: as for `Nic`.
 unsafe impl Sync for QueuePair {}
 
+/// Access that a connection permits to the other side, except atomics. The access of each registration is a subset.
+const ACCESS: Access = Access::LOCAL_WRITE
+    .union(Access::REMOTE_WRITE)
+    .union(Access::REMOTE_READ);
+
 /// Retransmission parameters of a queue pair.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Retries {
-    /// Timeout for an acknowledgement: 4.096 us * 2^timeout.
+    /// Timeout for an acknowledgement: 4.096 us * 2^timeout. At most 31; 0 means no timeout.
     pub timeout: u8,
-    /// Maximum number of retransmissions of a request.
+    /// Maximum number of retransmissions of a request. At most 7.
     pub retries: u8,
 }
 
@@ -144,18 +159,74 @@ impl QueuePair {
         errno(unsafe { ffi::ibv_modify_qp(self.raw.as_ptr(), attr, mask as libc::c_int) })
     }
 
-    /// Connects to the peer's queue pair. After this the queue pair can send and receive.
+    /// Returns the address of this queue pair, for the peer. `gid_index` selects an entry of the port's GID table.
+    ///
+    /// The initial packet sequence number is not random, but differs between processes and queue pairs: packets of an
+    /// earlier connection do not belong to the new one.
     ///
     /// # Errors
     ///
-    /// EINVAL if the peer's address does not fit this NIC; on Ethernet ETIMEDOUT if it cannot be resolved.
-    pub fn connect(&self, own: &Endpoint, gid_index: u8, other: &Endpoint, retries: Retries) -> io::Result<()> {
+    /// [`io::ErrorKind::NetworkDown`] if the port is not active; the entry does not exist; the NIC was removed. The
+    /// message names the NIC.
+    pub fn address(&self, gid_index: u8) -> io::Result<Address> {
+        let nic = self.domain.nic();
+        let name = nic.name();
+        let failed = |what: &str| {
+            let what = what.to_owned();
+            move |error: io::Error| io::Error::new(error.kind(), format!("{what}: {error}"))
+        };
+        let port = nic.port().map_err(failed(&format!("querying the port of {name}")))?;
+        if !port.is_active {
+            return Err(io::Error::new(
+                io::ErrorKind::NetworkDown,
+                format!("the port of {name} is not active: check the link; see `ibv_devinfo -d {name}`"),
+            ));
+        }
+        let gid = nic.gid(gid_index).map_err(failed(&format!(
+            "{name} has no GID at index {gid_index}: see `ibv_devinfo -v -d {name}`"
+        )))?;
+        let limits = nic
+            .limits()
+            .map_err(failed(&format!("querying the limits of {name}")))?;
+        let number = self.number();
+        Ok(Address {
+            link: port.link,
+            lid: port.lid,
+            gid,
+            qpn: number,
+            psn: (std::process::id() ^ (number << 8)) & 0xff_ffff,
+            mtu: port.mtu,
+            reads: limits.reads_answered.min(limits.reads_asked).max(1),
+        })
+    }
+
+    /// Connects to the peer's queue pair. After this the queue pair can send and receive. `own` is the address that the peer
+    /// has of this queue pair ([`QueuePair::address`] with the same `gid_index`).
+    ///
+    /// The connection permits RDMA READ and WRITE by the peer. What the peer can access is limited by the access of the
+    /// registrations.
+    ///
+    /// # Errors
+    ///
+    /// [`io::ErrorKind::InvalidInput`] if a field of an address is out of range, or the two link layers differ; EINVAL if
+    /// the peer's address does not fit this NIC; on Ethernet ETIMEDOUT if it cannot be resolved.
+    pub fn connect(&self, own: &Address, gid_index: u8, other: &Address, retries: Retries) -> io::Result<()> {
         use ffi::ibv_qp_attr_mask as mask;
+        own.check()?;
+        other.check()?;
+        if own.link != other.link {
+            return Err(invalid(format!(
+                "{} is on {:?}, but the peer's NIC is on {:?}",
+                self.domain.nic().name(),
+                own.link,
+                other.link
+            )));
+        }
         // SAFETY: all zeros is valid for the structure: integers and unions of integers.
         let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
         attr.qp_state = ffi::ibv_qp_state::IBV_QPS_INIT;
         attr.port_num = PORT;
-        attr.qp_access_flags = ACCESS;
+        attr.qp_access_flags = ACCESS.bits();
         self.modify(
             &mut attr,
             &[
@@ -213,6 +284,20 @@ impl QueuePair {
         )
     }
 
+    /// Moves a connected queue pair to the error state: no request is executed any more, and each posted request, signaled
+    /// or not, gets a completion, flushed unless it was already done. After the last of these completions, the NIC uses no
+    /// memory for this queue pair. The peer's requests fail.
+    ///
+    /// # Errors
+    ///
+    /// EINVAL if the queue pair was never connected.
+    pub fn fail(&self) -> io::Result<()> {
+        // SAFETY: all zeros is valid for the structure: integers and unions of integers.
+        let mut attr: ffi::ibv_qp_attr = unsafe { mem::zeroed() };
+        attr.qp_state = ffi::ibv_qp_state::IBV_QPS_ERR;
+        self.modify(&mut attr, &[ffi::ibv_qp_attr_mask::IBV_QP_STATE])
+    }
+
     /// Posts requests to the send queue with one doorbell.
     ///
     /// # Errors
@@ -225,7 +310,9 @@ impl QueuePair {
             // SAFETY: all zeros is valid for the structure: null pointers, integers, and unions of integers.
             let mut wr: ffi::ibv_send_wr = unsafe { mem::zeroed() };
             wr.wr_id = request.id;
-            wr.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            if request.signaled {
+                wr.send_flags = ffi::ibv_send_flags::IBV_SEND_SIGNALED.0;
+            }
             let remote = match request.work {
                 Work::Write(remote, None) => {
                     wr.opcode = ffi::ibv_wr_opcode::IBV_WR_RDMA_WRITE;
@@ -273,7 +360,7 @@ impl QueuePair {
         }
         let mut bad = ptr::null_mut();
         // SAFETY: the queue pair exists by the invariant. The list and its segments live until the call returns, as
-        // libibverbs requires. The NIC checks the addresses, see the module documentation.
+        // libibverbs requires. The NIC checks the addresses, see the documentation of the crate.
         errno(unsafe { ffi::ibv_post_send(self.raw.as_ptr(), first, &mut bad) })
     }
 

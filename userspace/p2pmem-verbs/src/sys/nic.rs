@@ -1,16 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Safe wrappers of libibverbs: NICs, registered memory, queue pairs, and completions. Each object keeps its parents
-//! alive.
-//!
-//! The NIC checks the addresses in a work request, local and remote, against its keys, and a key is valid only while
-//! its registration exists. Posting arbitrary addresses is therefore safe: the worst result is a completion with an
-//! error.
-
-mod completion;
-mod datagram;
-mod memory;
-mod queue_pair;
+//! NICs and protection domains.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -21,25 +11,8 @@ use std::sync::Arc;
 
 use rdma_mummy_sys as ffi;
 
-pub use completion::{Completion, Completions, Failure};
-pub use datagram::{AddressHandle, Datagrams, ROUTE_BYTES};
-pub use memory::{BufferMemory, HostMemory};
-pub use queue_pair::{QueuePair, Remote, Request, Retries, Segment, Work};
-
-use crate::wire::Link;
-
-/// The only port that this program uses; most NICs have one port.
-const PORT: u8 = 1;
-
-/// Converts the return value of a verb to a result.
-fn errno(returned: libc::c_int) -> io::Result<()> {
-    match returned {
-        0 => Ok(()),
-        // Most verbs return the errno, some the negative errno, and -1 means that the error is in `errno`.
-        -1 => Err(io::Error::last_os_error()),
-        other => Err(io::Error::from_raw_os_error(other.abs())),
-    }
-}
+use super::{errno, PORT};
+use crate::address::Link;
 
 /// The list of NICs.
 struct DeviceList {
@@ -120,7 +93,7 @@ pub struct Port {
 ///
 /// `raw` is open until this is dropped.
 pub struct Nic {
-    raw: NonNull<ffi::ibv_context>,
+    pub(super) raw: NonNull<ffi::ibv_context>,
     name: String,
 }
 
@@ -234,7 +207,7 @@ impl Drop for Nic {
 ///
 /// `raw` is allocated until this is dropped.
 pub struct Domain {
-    raw: NonNull<ffi::ibv_pd>,
+    pub(super) raw: NonNull<ffi::ibv_pd>,
     nic: Arc<Nic>,
 }
 
@@ -271,11 +244,6 @@ impl Drop for Domain {
     }
 }
 
-/// Access flags of all registrations: everything except atomics.
-pub const ACCESS: u32 = ffi::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0
-    | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0
-    | ffi::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -290,18 +258,5 @@ mod tests {
         if let Ok(nic) = Nic::open("no such NIC") {
             assert!(nic.is_none());
         }
-    }
-
-    #[test]
-    fn failures_have_a_hint() {
-        for status in 1..24 {
-            let text = Failure { status, vendor: 0x51 }.to_string();
-            assert!(text.contains("0x51") && text.contains(": "), "{text}");
-        }
-        let gone = Failure {
-            status: ffi::ibv_wc_status::IBV_WC_REM_ACCESS_ERR,
-            vendor: 0,
-        };
-        assert!(gone.to_string().starts_with("remote access error (status 10"), "{gone}");
     }
 }
