@@ -4,10 +4,25 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | [`node`] | a storage node: its store, its sessions, and its state |
 //! | [`store`] | LUNs, streams, channels, and recordings of a storage node, on the file systems of its drives |
+//! | [`memory`] | buffers of blocks, in device memory or host memory |
+//! | [`engine`] | between buffers and the store: io_uring, commits, acknowledgements |
+//! | [`control`] | the control connection, and the messages by RDMA |
+//! | [`node`] | the storage node: sessions, and its state |
+//! | [`client`] | the accelerator node: recording and playback |
+//! | [`cli`], `run` | the program |
 //!
 //! `Documentation/design/recorder.md` describes the design.
 
+pub mod cli;
+pub mod client;
+pub mod control;
+pub mod engine;
+pub mod memory;
 pub mod node;
+mod rdma;
+mod run;
 pub mod store;
+mod sys;
+
+pub use run::main;

@@ -6,6 +6,9 @@
 //! the [store](crate::store) on the drives, so a node needs no other file.
 
 mod drives;
+mod play;
+mod record;
+mod serve;
 mod sessions;
 pub mod status;
 
@@ -15,6 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use sessions::Sessions;
+pub use serve::{serve, Port};
 pub use sessions::{SessionHandle, SessionOptions};
 use status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
 

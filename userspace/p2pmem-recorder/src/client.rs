@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The accelerator node: records what an accelerator computes, and plays recordings to it.
+//!
+//! An accelerator, or anything that stands for one, implements [`Compute`]. [`record`](record::record) computes each block in
+//! a buffer of its memory and SENDs it from there; [`play`](play::play) READs each block into a buffer, and computes on it
+//! there. Neither copies a block.
+
+pub mod compute;
+pub mod cpu;
+pub mod play;
+pub mod record;
+pub mod spectrum;
+
+use std::net::{TcpStream, ToSocketAddrs};
+use std::os::fd::AsFd;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, Result};
+
+use crate::rdma::wait;
+use crate::control::{self, ChannelRequest, Connection, ListedChannel, Reply, Request, Token};
+
+/// The time between two looks at an accelerator without events.
+const COMPUTE_INTERVAL: Duration = Duration::from_millis(1);
+/// The most time between two looks at what has no event.
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// How long a program waits for the node's reason after a request has failed.
+const REASON_LIMIT: Duration = Duration::from_secs(2);
+
+pub use compute::{Compute, Computed, Registered};
+
+/// A storage node, and how to reach it.
+#[derive(Debug, Clone)]
+pub struct Remote {
+    /// Host and port of the control connection.
+    pub address: String,
+    /// The token that the node has, too.
+    pub token: Token,
+    /// The name of this program, for people.
+    pub name: String,
+    /// How long to wait for the node.
+    pub timeout: Duration,
+}
+
+impl Remote {
+    /// Connects, and logs in.
+    ///
+    /// # Errors
+    ///
+    /// The node cannot be reached, or refuses the token or the version.
+    pub fn connect(&self) -> Result<Connection> {
+        let failed = || format!("connecting to the storage node {}", self.address);
+        let addresses = self.address.to_socket_addrs().with_context(failed)?;
+        let mut last = None;
+        for address in addresses {
+            match TcpStream::connect_timeout(&address, self.timeout) {
+                Ok(stream) => {
+                    let mut connection = Connection::new(stream, self.timeout)?;
+                    connection.log_in(&self.token, &self.name).with_context(failed)?;
+                    return Ok(connection);
+                }
+                Err(error) => last = Some(error),
+            }
+        }
+        let error = last.unwrap_or_else(|| std::io::Error::other("the name has no address"));
+        Err(error).with_context(failed)
+    }
+
+    /// Returns the channels of the node, and their latest recordings.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Remote::connect`], and of the control connection.
+    pub fn list(&self) -> Result<Vec<ListedChannel>> {
+        let mut connection = self.connect()?;
+        connection.send(&Request::List)?;
+        let mut all = Vec::new();
+        loop {
+            match connection.receive_reply()? {
+                Reply::Listing { channels, last } => {
+                    all.extend(channels);
+                    if last {
+                        connection.send(&Request::Finish)?;
+                        return Ok(all);
+                    }
+                }
+                other => return Err(crate::control::unexpected(&other).into()),
+            }
+        }
+    }
+}
+
+/// The session that a program asks for.
+#[derive(Debug, Clone)]
+pub struct SessionRequest {
+    /// The storage node.
+    pub remote: Remote,
+    /// The channel.
+    pub channel: ChannelRequest,
+    /// The NIC of this machine.
+    pub nic: String,
+    /// The entry of the port's GID table.
+    pub gid_index: u8,
+    /// The number of the node's NIC.
+    pub port: u32,
+}
+
+/// Which blocks are compared with what the processor computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verification {
+    /// Each block whose number, counted from 0, is a multiple of this; 0 for none.
+    pub every: u64,
+}
+
+impl Verification {
+    pub(crate) fn wants(self, number: u64) -> bool {
+        self.every != 0 && number % self.every == 0
+    }
+}
+
+/// Returns the time in nanoseconds since 1970.
+fn now() -> u64 {
+    let time = SystemTime::now().duration_since(UNIX_EPOCH);
+    time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
+}
+
+/// Returns the reason that the node gives for the end of a session. It explains more than the failure of the request that its
+/// end caused, which is the answer if the node gives none.
+fn reason_of(connection: &mut Connection, error: &anyhow::Error) -> String {
+    if let Some(control::Error::Failed(reason)) = error.downcast_ref() {
+        return reason.clone();
+    }
+    // A failure to wait is one to receive, too.
+    let _ = wait(&[connection.as_fd()], REASON_LIMIT);
+    match connection.try_receive_reply() {
+        Err(control::Error::Failed(reason)) => reason,
+        _ => format!("{error:#}"),
+    }
+}

@@ -1,0 +1,494 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Recording: blocks are computed in the accelerator, and sent from there to one or more storage nodes.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure, Context, Result};
+use p2pmem_verbs::{Access, Request as Work, Work as Operation};
+
+use super::compute::{Compute, Computed, Registered};
+use super::spectrum::Transform;
+use super::{now, reason_of, SessionRequest, Verification, CHECK_INTERVAL, COMPUTE_INTERVAL};
+use crate::control::message::Message;
+use crate::control::{unexpected, Connection, Record, Reply, Request};
+use crate::rdma::{id, kind, open_nic, wait, Capacity, Endpoint, Kind, MAX_BLOCK};
+use crate::store::Block;
+
+/// The most storage nodes.
+const MAX_SESSIONS: usize = 64;
+
+/// What is recorded.
+#[derive(Debug, Clone)]
+pub struct RecordOptions {
+    /// The sessions: one for each storage node.
+    pub sessions: Vec<SessionRequest>,
+    /// Whether each block goes to all storage nodes. Otherwise they take turns.
+    pub mirror: bool,
+    /// The number of blocks.
+    pub blocks: u64,
+    /// The sequence number of the first block.
+    pub first: u64,
+    /// Which blocks are verified.
+    pub verify: Verification,
+}
+
+/// What was recorded.
+#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Recorded {
+    /// Blocks that are durable on all storage nodes that should have them.
+    pub acknowledged: u64,
+    /// The number of the recording on each storage node.
+    pub recordings: Vec<u64>,
+    /// The memory that each storage node chose.
+    pub memory: Vec<String>,
+    /// Bytes of a block.
+    pub block_size: u64,
+    /// Nanoseconds from the first block to the last acknowledgement.
+    pub nanoseconds: u64,
+    /// Blocks whose spectrum was compared with what the processor computes.
+    pub verified: u64,
+    /// Storage nodes that failed, with the reason. The others have all blocks.
+    pub failed: Vec<String>,
+}
+
+/// The session with one storage node.
+struct Session {
+    // Fields are dropped in this order: no request can access memory whose registration has ended.
+    endpoint: Endpoint,
+    registered: Registered,
+    connection: Connection,
+    name: String,
+    recording: u64,
+    memory: String,
+    credits: u32,
+    /// Places of messages that can be sent.
+    places: Vec<u32>,
+    /// Sent blocks that are not acknowledged.
+    unacknowledged: u64,
+}
+
+/// A block between its computation and its acknowledgement.
+struct Pending {
+    buffer: u32,
+    /// Sessions that still read the buffer, a bit each.
+    sending: u64,
+    /// Sessions that have not acknowledged the block, a bit each.
+    waiting: u64,
+}
+
+impl Session {
+    fn start(request: &SessionRequest, compute: &dyn Compute, started: u64) -> Result<Self> {
+        let mut connection = request.remote.connect()?;
+        let nic = open_nic(&request.nic)?;
+        let buffers = compute.buffers();
+        let endpoint = Endpoint::new(
+            &nic,
+            request.gid_index,
+            Capacity {
+                sends: 2 * buffers,
+                receives: buffers,
+                messages_sent: buffers,
+                messages_received: buffers,
+            },
+        )?;
+        // The NIC only reads the blocks.
+        let registered = compute.register(endpoint.domain(), Access::LOCAL_READ)?;
+        connection.send(&Request::Record(Record {
+            channel: request.channel.clone(),
+            port: request.port,
+            block_size: compute.block_size(),
+            started,
+            address: endpoint.address(),
+            buffers,
+        }))?;
+        let (recording, address, credits, memory) = match connection.receive_reply()? {
+            Reply::RecordReady {
+                recording,
+                address,
+                credits,
+                memory,
+                ..
+            } => (recording, address, credits, memory),
+            other => return Err(unexpected(&other).into()),
+        };
+        ensure!(
+            (1..=buffers).contains(&credits),
+            "the node gives {credits} credits for {buffers} buffers"
+        );
+        endpoint.connect(&address)?;
+        // Each acknowledgement has at least one block, so there are never more of them than credits.
+        for place in 0..credits {
+            endpoint.post_message_receive(place)?;
+        }
+        Ok(Self {
+            endpoint,
+            registered,
+            connection,
+            name: request.remote.address.clone(),
+            recording,
+            memory,
+            credits,
+            places: (0..buffers).collect(),
+            unacknowledged: 0,
+        })
+    }
+
+    fn is_ready(&self) -> bool {
+        self.credits > 0 && !self.places.is_empty()
+    }
+
+    /// Sends a block: its description, and the payload from the accelerator's memory.
+    fn send(&mut self, buffer: u32, block: Block, block_size: u64) -> Result<()> {
+        let place = self.places.pop().context("no place for a message")?;
+        self.credits -= 1;
+        self.unacknowledged += 1;
+        let description = Message::Block {
+            block,
+            bytes: block_size,
+        };
+        let payload = Work {
+            // The completion of the payload frees the buffer, and the place of the message before it.
+            id: id(Kind::Payload, buffer << 16 | place),
+            local: self.registered.segment(buffer, block_size),
+            work: Operation::Send,
+            signaled: true,
+        };
+        self.endpoint.post(&[self.endpoint.message(place, &description, false), payload])
+    }
+}
+
+/// The recording program.
+struct Recorder<'a> {
+    compute: &'a mut dyn Compute,
+    options: &'a RecordOptions,
+    block_size: u64,
+    /// `None` for a session that failed.
+    sessions: Vec<Option<Session>>,
+    free: Vec<u32>,
+    /// The sequence number of the block in a buffer.
+    sequences: Vec<u64>,
+    next: u64,
+    end: u64,
+    computing: u32,
+    /// Blocks that are computed, in the order of their sequence numbers.
+    ready: BTreeMap<u64, (u32, Block)>,
+    next_to_send: u64,
+    pending: BTreeMap<u64, Pending>,
+    result: Recorded,
+    transform: Transform,
+    scratch: (Vec<f32>, Vec<f32>),
+    last_progress: Instant,
+}
+
+/// Records blocks, until all are acknowledged.
+///
+/// # Errors
+///
+/// A storage node cannot be reached or refuses the session. It ends the session, or does nothing within its timeout, and there is
+/// no mirror. The accelerator fails. A verified block is wrong.
+pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Recorded> {
+    let block_size = compute.block_size();
+    ensure!(block_size <= MAX_BLOCK, "a block has at most {MAX_BLOCK} bytes");
+    ensure!(
+        (1..=MAX_SESSIONS).contains(&options.sessions.len()),
+        "specify 1 to {MAX_SESSIONS} storage nodes"
+    );
+    ensure!(compute.buffers() <= 4096, "an accelerator has at most 4096 buffers");
+    let started = now();
+    let sessions = options.sessions.iter().map(|request| Session::start(request, compute, started));
+    let sessions: Vec<Session> = sessions.collect::<Result<_>>()?;
+    let end = options.first.checked_add(options.blocks).context("the sequence numbers exceed 64 bits")?;
+    let numbers = block_size as usize / 4;
+    let recorder = Recorder {
+        free: (0..compute.buffers()).rev().collect(),
+        sequences: vec![0; compute.buffers() as usize],
+        compute,
+        options,
+        block_size,
+        result: Recorded {
+            recordings: sessions.iter().map(|session| session.recording).collect(),
+            memory: sessions.iter().map(|session| session.memory.clone()).collect(),
+            block_size,
+            ..Recorded::default()
+        },
+        sessions: sessions.into_iter().map(Some).collect(),
+        next: options.first,
+        end,
+        computing: 0,
+        ready: BTreeMap::new(),
+        next_to_send: options.first,
+        pending: BTreeMap::new(),
+        transform: Transform::default(),
+        scratch: (vec![0.0; numbers], vec![0.0; numbers]),
+        last_progress: Instant::now(),
+    };
+    recorder.run()
+}
+
+impl Recorder<'_> {
+    fn run(mut self) -> Result<Recorded> {
+        let started = Instant::now();
+        let mut computed = Vec::new();
+        while self.result.acknowledged < self.options.blocks {
+            let mut progress = self.start_work()?;
+            progress |= self.take_work(&mut computed)?;
+            progress |= self.send()?;
+            for number in 0..self.sessions.len() {
+                match self.attend(number) {
+                    Ok(busy) => progress |= busy,
+                    Err(error) => self.session_failed(number, &error)?,
+                }
+            }
+            if progress {
+                self.last_progress = Instant::now();
+                continue;
+            }
+            self.wait()?;
+        }
+        self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        for session in self.sessions.iter_mut().flatten() {
+            let failed = || format!("ending the recording on {}", session.name);
+            session.connection.send(&Request::Finish).with_context(failed)?;
+            match session.connection.receive_reply().with_context(failed)? {
+                Reply::Finished { .. } => {}
+                other => return Err(unexpected(&other).into()),
+            }
+        }
+        Ok(self.result)
+    }
+
+    /// Starts the work on free buffers. Returns whether there was any.
+    fn start_work(&mut self) -> Result<bool> {
+        let mut progress = false;
+        while self.next < self.end {
+            let Some(buffer) = self.free.pop() else { break };
+            self.sequences[buffer as usize] = self.next;
+            self.compute.start(buffer, self.next).context("starting work of the accelerator")?;
+            self.next += 1;
+            self.computing += 1;
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    /// Takes blocks that are computed. Returns whether there was any.
+    fn take_work(&mut self, computed: &mut Vec<Computed>) -> Result<bool> {
+        computed.clear();
+        self.compute.poll(computed).context("the accelerator failed")?;
+        for done in computed.iter() {
+            self.computing -= 1;
+            let sequence = self.sequences[done.buffer as usize];
+            if self.options.verify.wants(sequence - self.options.first) {
+                let (input, output) = &mut self.scratch;
+                self.compute.copy(done.buffer, input, output)?;
+                let verified = self.transform.verify(input, output);
+                verified.with_context(|| format!("block {sequence} is wrong"))?;
+                self.result.verified += 1;
+            }
+            let block = Block {
+                sequence,
+                time: now(),
+                checksum: done.checksum,
+            };
+            self.ready.insert(sequence, (done.buffer, block));
+        }
+        Ok(!computed.is_empty())
+    }
+
+    /// Returns the sessions that get a block, a bit each; `None` if one of them is not ready.
+    fn targets(&self, sequence: u64) -> Option<u64> {
+        let all = self.sessions.len();
+        let turn = ((sequence - self.options.first) % all as u64) as usize;
+        let mut targets = 0;
+        for (number, session) in self.sessions.iter().enumerate() {
+            let Some(session) = session else { continue };
+            if self.options.mirror || number == turn {
+                if !session.is_ready() {
+                    return None;
+                }
+                targets |= 1 << number;
+            }
+        }
+        Some(targets)
+    }
+
+    /// Sends blocks in order. Returns whether there was any.
+    fn send(&mut self) -> Result<bool> {
+        let mut progress = false;
+        while self.ready.contains_key(&self.next_to_send) {
+            let Some(targets) = self.targets(self.next_to_send) else { break };
+            let Some((buffer, block)) = self.ready.remove(&self.next_to_send) else { break };
+            let pending = Pending {
+                buffer,
+                sending: targets,
+                waiting: targets,
+            };
+            self.pending.insert(block.sequence, pending);
+            for number in (0..self.sessions.len()).filter(|number| targets & (1 << number) != 0) {
+                let Some(session) = &mut self.sessions[number] else { continue };
+                if let Err(error) = session.send(buffer, block, self.block_size) {
+                    self.session_failed(number, &error)?;
+                }
+            }
+            self.next_to_send += 1;
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    /// Handles completions and messages of a session. Returns whether there was any.
+    fn attend(&mut self, number: usize) -> Result<bool> {
+        let Some(session) = &mut self.sessions[number] else {
+            return Ok(false);
+        };
+        let mut completions = Vec::new();
+        session.endpoint.poll(&mut completions)?;
+        let (mut sent, mut acknowledged) = (Vec::new(), Vec::new());
+        for completion in &completions {
+            match kind(completion) {
+                (Kind::MessageSent, _) => {}
+                (Kind::Payload, both) => {
+                    session.places.push(both & 0xffff);
+                    sent.push(both >> 16);
+                }
+                (Kind::MessageReceived, place) => {
+                    let message = session.endpoint.received(place)?;
+                    session.endpoint.post_message_receive(place)?;
+                    let Message::Acknowledged(sequences) = message else {
+                        bail!("the node sent {message:?} instead of an acknowledgement");
+                    };
+                    let count = sequences.len() as u64;
+                    let left = session.unacknowledged.checked_sub(count);
+                    session.unacknowledged = left.context("the node acknowledged blocks that were not sent")?;
+                    session.credits += count as u32;
+                    acknowledged.extend(sequences);
+                }
+            }
+        }
+        let other = session.connection.try_receive_reply()?;
+        for buffer in sent {
+            self.sent(number, self.sequences[buffer as usize]);
+        }
+        for sequence in acknowledged {
+            self.acknowledged(number, sequence)?;
+        }
+        if let Some(other) = other {
+            return Err(unexpected(&other).into());
+        }
+        Ok(!completions.is_empty())
+    }
+
+    /// A session does not read the buffer of a block any more.
+    fn sent(&mut self, number: usize, sequence: u64) {
+        let Some(pending) = self.pending.get_mut(&sequence) else {
+            return;
+        };
+        let before = pending.sending;
+        pending.sending &= !(1 << number);
+        if before != 0 && pending.sending == 0 {
+            self.free.push(pending.buffer);
+            self.forget_if_done(sequence);
+        }
+    }
+
+    /// A session has a block durably.
+    fn acknowledged(&mut self, number: usize, sequence: u64) -> Result<()> {
+        let pending = self.pending.get(&sequence).filter(|pending| pending.waiting & (1 << number) != 0);
+        ensure!(
+            pending.is_some(),
+            "the node acknowledged block {sequence}, which it was not sent or acknowledged before"
+        );
+        self.not_waiting(number, sequence);
+        Ok(())
+    }
+
+    /// Nobody waits for the acknowledgement of a block by this session any more.
+    fn not_waiting(&mut self, number: usize, sequence: u64) {
+        let Some(pending) = self.pending.get_mut(&sequence) else {
+            return;
+        };
+        let before = pending.waiting;
+        pending.waiting &= !(1 << number);
+        if before != 0 && pending.waiting == 0 {
+            self.result.acknowledged += 1;
+            self.forget_if_done(sequence);
+        }
+    }
+
+    fn forget_if_done(&mut self, sequence: u64) {
+        if self.pending.get(&sequence).is_some_and(|pending| pending.sending == 0 && pending.waiting == 0) {
+            self.pending.remove(&sequence);
+        }
+    }
+
+    /// A session has failed. With a mirror, recording goes on to the other storage nodes, which have or get all blocks.
+    fn session_failed(&mut self, number: usize, error: &anyhow::Error) -> Result<()> {
+        let Some(mut session) = self.sessions[number].take() else {
+            return Ok(());
+        };
+        let reason = format!("storage node {}: {}", session.name, reason_of(&mut session.connection, error));
+        // The queue pair ends with the session, so its NIC does not read buffers any more.
+        drop(session);
+        let sequences: Vec<u64> = self.pending.keys().copied().collect();
+        let others = self.sessions.iter().flatten().count();
+        if !self.options.mirror || others == 0 {
+            bail!("{reason}; {} blocks are acknowledged", self.result.acknowledged);
+        }
+        for sequence in sequences {
+            self.sent(number, sequence);
+            self.not_waiting(number, sequence);
+        }
+        self.result.failed.push(reason);
+        Ok(())
+    }
+
+    fn wait(&mut self) -> Result<()> {
+        let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
+        let timeout = timeout.unwrap_or(Duration::from_secs(30));
+        if self.last_progress.elapsed() > timeout {
+            return self.nothing_happens(timeout);
+        }
+        let mut again = false;
+        for session in self.sessions.iter_mut().flatten() {
+            again |= session.endpoint.arm()?;
+        }
+        if again {
+            return Ok(());
+        }
+        let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
+        for session in self.sessions.iter().flatten() {
+            fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
+        }
+        let event = self.compute.event();
+        let limit = if self.computing > 0 && event.is_none() {
+            COMPUTE_INTERVAL
+        } else {
+            CHECK_INTERVAL
+        };
+        fds.extend(event);
+        wait(&fds, limit)?;
+        for session in self.sessions.iter_mut().flatten() {
+            session.endpoint.clear_event()?;
+        }
+        Ok(())
+    }
+
+    /// Ends the sessions whose acknowledgements do not come.
+    fn nothing_happens(&mut self, timeout: Duration) -> Result<()> {
+        if self.computing > 0 {
+            bail!("the accelerator did not complete {} blocks within {timeout:?}", self.computing);
+        }
+        for number in 0..self.sessions.len() {
+            if let Some(session) = self.sessions[number].as_ref().filter(|session| session.unacknowledged > 0) {
+                let missing = session.unacknowledged;
+                let error = anyhow::anyhow!("{missing} blocks were not acknowledged within {timeout:?}");
+                self.session_failed(number, &error)?;
+            }
+        }
+        self.last_progress = Instant::now();
+        Ok(())
+    }
+}

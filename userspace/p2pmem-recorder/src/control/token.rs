@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The token that both sides have, and the proof of it.
+
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use hmac::{Hmac, Mac};
+use sha2::Sha256;
+
+/// The fewest characters of a token.
+const MIN_LENGTH: usize = 16;
+/// The most bytes of a file with a token.
+const MAX_LENGTH: u64 = 4096;
+/// Bytes of a challenge.
+const NONCE: usize = 32;
+
+/// Why a token cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenError {
+    /// The file cannot be read.
+    #[error("cannot read the token in {}: {error}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The error.
+        error: io::Error,
+    },
+    /// Others can read the file.
+    #[error("other users can read the token in {}; run `chmod 600` on it", path.display())]
+    Readable {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The token is too short.
+    #[error("a token has at least {MIN_LENGTH} characters; `openssl rand -hex 32` makes one")]
+    TooShort,
+}
+
+/// The secret that both sides have.
+#[derive(Clone)]
+pub struct Token(String);
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+impl Token {
+    /// Checks a token.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenError::TooShort`].
+    pub fn new(token: &str) -> Result<Self, TokenError> {
+        let token = token.trim();
+        if token.len() < MIN_LENGTH {
+            return Err(TokenError::TooShort);
+        }
+        Ok(Self(token.to_owned()))
+    }
+
+    /// Reads a token from a file that only its owner and its group can read.
+    ///
+    /// # Errors
+    ///
+    /// [`TokenError`].
+    pub fn read(path: &Path) -> Result<Self, TokenError> {
+        let read = |error| TokenError::Read {
+            path: path.to_owned(),
+            error,
+        };
+        let metadata = fs::metadata(path).map_err(read)?;
+        if metadata.permissions().mode() & 0o007 != 0 {
+            return Err(TokenError::Readable { path: path.to_owned() });
+        }
+        if metadata.len() > MAX_LENGTH {
+            return Err(read(io::Error::other("the file is too long")));
+        }
+        Self::new(&fs::read_to_string(path).map_err(read)?)
+    }
+
+    /// Returns a random challenge.
+    pub(super) fn nonce() -> io::Result<String> {
+        let mut bytes = [0; NONCE];
+        let count = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+        if count != bytes.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        Ok(to_hex(&bytes))
+    }
+
+    fn mac(&self, nonce: &str) -> Hmac<Sha256> {
+        let mut mac = <Hmac<Sha256> as Mac>::new_from_slice(self.0.as_bytes()).expect("a key of HMAC has any length");
+        mac.update(b"p2pmem-recorder control\0");
+        mac.update(nonce.as_bytes());
+        mac
+    }
+
+    /// Returns the proof for a challenge.
+    pub(super) fn proof(&self, nonce: &str) -> String {
+        to_hex(&self.mac(nonce).finalize().into_bytes())
+    }
+
+    /// Checks a proof, in a time that does not depend on its content.
+    pub(super) fn verify(&self, nonce: &str, proof: &str) -> bool {
+        from_hex(proof).is_some_and(|proof| self.mac(nonce).verify_slice(&proof).is_ok())
+    }
+}
+
+fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn from_hex(text: &str) -> Option<Vec<u8>> {
+    if text.len() != 64 || !text.is_ascii() {
+        return None;
+    }
+    let digits = text.as_bytes().chunks(2);
+    digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_proof_is_for_one_token_and_one_challenge() {
+        let token = Token::new("0123456789abcdef\n").unwrap();
+        let other = Token::new("0123456789abcdeg").unwrap();
+        let (nonce, later) = (Token::nonce().unwrap(), Token::nonce().unwrap());
+        assert_ne!(nonce, later);
+        let proof = token.proof(&nonce);
+        assert!(token.verify(&nonce, &proof));
+        assert!(!token.verify(&later, &proof));
+        assert!(!other.verify(&nonce, &proof));
+        for bad in ["", "00", &proof[1..], &"é".repeat(32), &"+1".repeat(32)] {
+            assert!(!token.verify(&nonce, bad), "{bad}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_long_and_secret() {
+        assert!(matches!(Token::new("short"), Err(TokenError::TooShort)));
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        assert!(matches!(Token::read(&path), Err(TokenError::Read { .. })));
+        fs::write(&path, "0123456789abcdef\n").unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(matches!(Token::read(&path), Err(TokenError::Readable { .. })));
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
+        let token = Token::read(&path).unwrap();
+        assert_eq!(format!("{token:?}"), "Token");
+    }
+}

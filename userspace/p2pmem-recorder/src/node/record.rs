@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! A recording session of the node: blocks arrive by RDMA, go to the drives, and are acknowledged when they are durable.
+
+use std::collections::VecDeque;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{bail, ensure, Context, Result};
+use p2pmem_verbs::{Access, Nic};
+
+use super::serve::{Ended, Port, CHECK_INTERVAL};
+use super::status::{Direction, Limit};
+use super::{Node, SessionHandle, SessionOptions};
+use crate::control::message::{Message, MAX_ACKNOWLEDGED};
+use crate::control::{unexpected, Connection, Error as ControlError, Record, Reply, Request};
+use crate::engine::RecordEngine;
+use crate::memory::BlockMemory;
+use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::store::{Block, ChannelName, Files};
+
+/// A recording session.
+///
+/// Buffer *n* receives a message to place *n*, and then the payload. Both receives are posted together, so a pair belongs to
+/// one block.
+struct Recording<'a> {
+    node: &'a Node,
+    connection: &'a mut Connection,
+    handle: SessionHandle,
+    // Fields are dropped in this order: no request can access memory whose registration has ended.
+    endpoint: Endpoint,
+    registered: RegisteredBlocks,
+    engine: RecordEngine<Files>,
+    blocks: Arc<BlockMemory>,
+    /// The buffers that have a block which the drives do not have yet.
+    filled: u32,
+    /// Sequence numbers to acknowledge, whose buffers can be used again.
+    unsent: VecDeque<u64>,
+    /// Places from which acknowledgements can be sent.
+    places: Vec<u32>,
+    recorded: u64,
+    finishing: bool,
+}
+
+/// Serves a recording to its end.
+pub(super) fn record(
+    node: &Arc<Node>,
+    connection: &mut Connection,
+    peer: &str,
+    port: &Port,
+    request: &Record,
+) -> Result<Ended> {
+    let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
+    let block_size = node.check_block_size(&name, request.block_size)?;
+    let nic: &Arc<Nic> = &port.nic;
+    let buffers = node.options.buffers.min(request.buffers.max(1));
+    let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
+    let endpoint = Endpoint::new(
+        nic,
+        port.gid_index,
+        Capacity {
+            sends: buffers,
+            receives: 2 * buffers,
+            messages_sent: buffers,
+            messages_received: buffers,
+        },
+    )?;
+    let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, Access::LOCAL_WRITE)?;
+    let writer = node.store.writer(&name, request.started)?;
+    let recording = writer.recording();
+    let memory = node.describe_memory(&blocks);
+    let handle = node.begin_session(SessionOptions {
+        direction: Direction::Record,
+        channel: name,
+        recording,
+        peer: peer.to_owned(),
+        nic: nic.name().to_owned(),
+        memory: memory.clone(),
+        block_size,
+        buffers,
+    });
+    endpoint.connect(&request.address)?;
+    let engine = RecordEngine::new(writer, Arc::clone(&blocks)).context("starting io_uring")?;
+    let session = Recording {
+        node,
+        connection,
+        handle,
+        endpoint,
+        registered,
+        engine,
+        blocks,
+        filled: 0,
+        unsent: VecDeque::new(),
+        places: (0..buffers).collect(),
+        recorded: 0,
+        finishing: false,
+    };
+    for buffer in 0..buffers {
+        session.post_receives(buffer)?;
+    }
+    session.connection.send(&Reply::RecordReady {
+        session: session.handle.id(),
+        recording,
+        address: session.endpoint.address(),
+        credits: buffers,
+        memory,
+    })?;
+    session.run()
+}
+
+impl Recording<'_> {
+    fn post_receives(&self, buffer: u32) -> Result<()> {
+        self.endpoint.post_message_receive(buffer)?;
+        self.endpoint.post_payload_receive(buffer, self.registered.segment(buffer))
+    }
+
+    /// Runs the session, and ends it. Blocks that arrived are recorded also if the session fails, as far as the drives permit.
+    fn run(mut self) -> Result<Ended> {
+        let result = self.serve();
+        if let Err(error) = &result {
+            self.handle.failed(format!("{error:#}"));
+            // The blocks in flight complete and are recorded, although nobody is told.
+            let deadline = Instant::now() + self.node.options.timeout;
+            while self.engine.in_flight() > 0 && Instant::now() < deadline {
+                if self.collect().is_err() {
+                    break;
+                }
+                wait(&[self.engine.as_fd()], CHECK_INTERVAL)?;
+            }
+        }
+        let finished = self.engine.finish();
+        result?;
+        finished.context("ending the recording")?;
+        Ok(Ended { blocks: self.recorded })
+    }
+
+    fn serve(&mut self) -> Result<()> {
+        let mut completions = Vec::new();
+        let mut waiting_since = Instant::now();
+        loop {
+            if self.handle.is_stopped() {
+                bail!("the administrator stopped the session");
+            }
+            self.endpoint.poll(&mut completions)?;
+            let mut progress = !completions.is_empty();
+            for completion in &completions {
+                match kind(completion) {
+                    (Kind::MessageSent, place) => self.places.push(place),
+                    // The payload follows, and the message is read then.
+                    (Kind::MessageReceived, _) => {}
+                    (Kind::Payload, buffer) => self.arrived(buffer, completion.bytes)?,
+                }
+            }
+            progress |= self.collect()?;
+            progress |= self.acknowledge()?;
+            if self.finishing && self.filled == 0 && self.unsent.is_empty() {
+                return Ok(());
+            }
+            progress |= self.listen()?;
+            let limit = if self.filled * 2 > self.blocks.count() as u32 {
+                Limit::Drive
+            } else {
+                Limit::Peer
+            };
+            self.handle.progress(self.filled as usize, limit);
+            if progress {
+                waiting_since = Instant::now();
+                continue;
+            }
+            if waiting_since.elapsed() > self.node.options.timeout && self.filled > 0 {
+                bail!(
+                    "the drives did not complete {} blocks within {:?}",
+                    self.filled,
+                    self.node.options.timeout
+                );
+            }
+            if self.endpoint.arm()? {
+                continue;
+            }
+            let fds = [self.endpoint.as_fd(), self.engine.as_fd(), self.connection.as_fd()];
+            wait(&fds, CHECK_INTERVAL)?;
+            self.endpoint.clear_event()?;
+        }
+    }
+
+    /// Handles a block that arrived.
+    fn arrived(&mut self, buffer: u32, bytes: u32) -> Result<()> {
+        let message = self.endpoint.received(buffer)?;
+        let Message::Block { block, bytes: announced } = message else {
+            bail!("the other side sent {message:?} instead of a block");
+        };
+        let size = self.blocks.block_size() as u64;
+        ensure!(
+            announced == size && u64::from(bytes) == size,
+            "block {} has {bytes} bytes, and its message says {announced}; the stream has blocks of {size} bytes",
+            block.sequence
+        );
+        self.handle.arrived();
+        self.filled += 1;
+        self.submit(buffer, block)
+    }
+
+    fn submit(&mut self, buffer: u32, block: Block) -> Result<()> {
+        let submitted = self.engine.submit(buffer as usize, block);
+        submitted.with_context(|| format!("recording block {}", block.sequence))
+    }
+
+    /// Handles what the drives have completed. Returns whether there was anything.
+    fn collect(&mut self) -> Result<bool> {
+        let done = self.engine.progress();
+        for failure in &done.failures {
+            self.node.drive_failed(&failure.drive, &failure.error);
+        }
+        let progress = !done.acknowledged.is_empty() || !done.failures.is_empty();
+        for (buffer, sequence) in &done.acknowledged {
+            self.filled -= 1;
+            self.recorded += 1;
+            self.unsent.push_back(*sequence);
+            // The receive is posted before the acknowledgement permits the next block.
+            self.post_receives(*buffer as u32)?;
+        }
+        self.handle.acknowledged(done.acknowledged.len() as u64);
+        if let Some(error) = done.error {
+            return Err(error).context("recording");
+        }
+        Ok(progress)
+    }
+
+    /// Acknowledges blocks. Returns whether there was anything.
+    fn acknowledge(&mut self) -> Result<bool> {
+        let mut progress = false;
+        while !self.unsent.is_empty() {
+            let Some(place) = self.places.pop() else {
+                break;
+            };
+            let count = self.unsent.len().min(MAX_ACKNOWLEDGED);
+            let message = Message::Acknowledged(self.unsent.drain(..count).collect());
+            self.endpoint.post(&[self.endpoint.message(place, &message, true)])?;
+            progress = true;
+        }
+        Ok(progress)
+    }
+
+    /// Handles control messages. Returns whether there was any.
+    fn listen(&mut self) -> Result<bool> {
+        match self.connection.try_receive::<Request>() {
+            Ok(None) => Ok(false),
+            Ok(Some(Request::Finish)) => {
+                self.finishing = true;
+                Ok(true)
+            }
+            Ok(Some(other)) => Err(unexpected(&other).into()),
+            Err(ControlError::Closed) => bail!("the other side vanished in the middle of the recording"),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+

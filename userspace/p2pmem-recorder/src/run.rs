@@ -1,0 +1,331 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The commands of the program.
+
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use p2pmem::{human_size, Client, Device};
+use serde::Serialize;
+
+use crate::cli::{Cli, Command, LunCommand, PlayArgs, RecordArgs, RemoteArgs, ServeArgs, SessionArgs, StreamCommand};
+use crate::client::compute::Role;
+use crate::client::cpu::Cpu;
+use crate::client::play::{play, PlayOptions, Played};
+use crate::client::record::{record, RecordOptions, Recorded};
+use crate::client::{Remote, SessionRequest, Verification};
+use crate::control::{Start, Token};
+use crate::memory::BlockMemory;
+use crate::node::status::{Lun, MemoryKind};
+use crate::node::{serve, Node, NodeOptions, Port};
+use crate::store::{LunOptions, StreamOptions};
+
+/// Version of the JSON that the program prints: the member `schema`.
+pub const SCHEMA: u32 = 1;
+
+/// Runs the program with the process's arguments.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let mut out = std::io::stdout().lock();
+    match run(&cli, &mut out) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            if cli.json {
+                // If the output is not writable, the exit code reports the error.
+                let _ = print_json(&mut out, &serde_json::json!({ "error": format!("{error:#}") }));
+            }
+            eprintln!("p2pmem-recorder: {error:#}");
+            let known = error.chain().find_map(|link| link.downcast_ref::<p2pmem::Error>());
+            if let Some(remedy) = known.and_then(p2pmem::Error::remedy) {
+                eprintln!("  remedy: {remedy}");
+            }
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs a command.
+///
+/// # Errors
+///
+/// Any error of the command. The message says what to do.
+pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<()> {
+    match &cli.command {
+        Command::Serve(args) => run_serve(args, out),
+        Command::Record(args) => run_record(args, cli.json, out),
+        Command::Play(args) => run_play(args, cli.json, out),
+        Command::List(args) => run_list(args, cli.json, out),
+        Command::Lun(command) => run_lun(command, cli.json, out),
+        Command::Stream(command) => run_stream(command),
+    }
+}
+
+/// Prints an object as JSON in one line, with the version of its members.
+fn print_json(out: &mut dyn Write, value: &impl Serialize) -> Result<()> {
+    #[derive(Serialize)]
+    struct Document<'a, T> {
+        schema: u32,
+        #[serde(flatten)]
+        value: &'a T,
+    }
+    serde_json::to_writer(&mut *out, &Document { schema: SCHEMA, value })?;
+    writeln!(out)?;
+    Ok(())
+}
+
+fn run_serve(args: &ServeArgs, out: &mut dyn Write) -> Result<()> {
+    let token = Token::read(&args.token_file)?;
+    let ports = args.nic.iter().map(|nic| Port::open(nic, args.gid_index));
+    let ports: Vec<Port> = ports.collect::<Result<_>>()?;
+    let name = args.name.clone().unwrap_or_else(host_name);
+    let mut options = NodeOptions::new(name, args.drives.drive.clone());
+    options.memory = args.memory;
+    options.buffers = args.buffers;
+    options.timeout = args.timeout;
+    let node = Node::open(options)?;
+    for problem in node.store().problems() {
+        eprintln!("p2pmem-recorder: {}: {}", problem.name, problem.error);
+    }
+    let listener = TcpListener::bind(args.listen).with_context(|| format!("listening on {}", args.listen))?;
+    let stopping = Arc::clone(&node);
+    ctrlc::set_handler(move || stopping.shut_down()).context("cannot catch signals")?;
+    writeln!(out, "serving on {}", listener.local_addr()?)?;
+    out.flush()?;
+    serve(&node, &listener, &token, &ports)?;
+    Ok(())
+}
+
+fn host_name() -> String {
+    let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match name.trim() {
+        "" => "storage".into(),
+        name => name.to_owned(),
+    }
+}
+
+fn remote(args: &RemoteArgs, address: String) -> Result<Remote> {
+    Ok(Remote {
+        address,
+        token: Token::read(&args.token_file)?,
+        name: host_name(),
+        timeout: args.timeout,
+    })
+}
+
+impl SessionArgs {
+    /// Returns the request of the session number `number`, for one of the storage nodes.
+    fn request(&self, number: usize, address: String) -> Result<SessionRequest> {
+        let mut channel = self.channel.clone();
+        channel.channel += number as u32;
+        Ok(SessionRequest {
+            remote: remote(&self.remote, address)?,
+            channel,
+            nic: self.nic[number].clone(),
+            gid_index: self.gid_index,
+            port: self.node_nic + number as u32,
+        })
+    }
+
+    /// Returns the processor with memory near the NIC of the session number `number`.
+    fn compute(&self, number: usize, role: Role) -> Result<Cpu> {
+        let (size, count) = (self.block_size, self.buffers as usize);
+        let blocks = match self.memory {
+            MemoryKind::Host => BlockMemory::host(size, count)?,
+            MemoryKind::Device => {
+                let nic = Client::resolve(&self.nic[number])?;
+                BlockMemory::near(&Device::open()?, [nic], self.provider, size, count)?
+            }
+        };
+        Cpu::new(role, blocks)
+    }
+}
+
+/// Runs the sessions of all NICs at the same time.
+fn on_all_nics<T: Send>(count: usize, session: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
+    thread::scope(|scope| {
+        let session = &session;
+        let threads: Vec<_> = (0..count).map(|number| scope.spawn(move || session(number))).collect();
+        let results = threads.into_iter().map(|thread| {
+            thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a thread of the program failed")))
+        });
+        results.collect()
+    })
+}
+
+/// The rate of a session in MB/s (10^6 bytes in a second).
+fn rate(blocks: u64, block_size: u64, nanoseconds: u64) -> f64 {
+    blocks as f64 * block_size as f64 * 1e3 / nanoseconds.max(1) as f64
+}
+
+fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let session = &args.session;
+    let results = on_all_nics(session.nic.len(), |number| {
+        let mut addresses = vec![session.remote.address()];
+        addresses.extend(args.also.iter().map(|host| crate::cli::with_port(host)));
+        let sessions = addresses.into_iter().map(|address| session.request(number, address));
+        let options = RecordOptions {
+            sessions: sessions.collect::<Result<_>>()?,
+            mirror: args.mirror,
+            blocks: args.blocks,
+            first: 0,
+            verify: Verification { every: session.verify },
+        };
+        record(&mut session.compute(number, Role::Source)?, &options)
+    })?;
+    if json {
+        #[derive(Serialize)]
+        struct Output<'a> {
+            sessions: &'a [Recorded],
+        }
+        return print_json(out, &Output { sessions: &results });
+    }
+    for (nic, result) in session.nic.iter().zip(&results) {
+        writeln!(
+            out,
+            "{nic}: {} blocks of {} recorded in {:?}, {:.0} MB/s, {} verified; memory of the node: {}",
+            result.acknowledged,
+            human_size(result.block_size),
+            result.recordings,
+            rate(result.acknowledged, result.block_size, result.nanoseconds),
+            result.verified,
+            result.memory.join("; ")
+        )?;
+        for reason in &result.failed {
+            writeln!(out, "{nic}: {reason}")?;
+        }
+    }
+    Ok(())
+}
+
+fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let session = &args.session;
+    let start = match (args.from_block, args.from_time) {
+        (Some(sequence), _) => Start::Block(sequence),
+        (None, Some(time)) => Start::Time(time),
+        (None, None) => Start::First,
+    };
+    let results = on_all_nics(session.nic.len(), |number| {
+        let options = PlayOptions {
+            session: session.request(number, session.remote.address())?,
+            recording: args.recording,
+            start,
+            blocks: args.blocks,
+            repeat: args.repeat,
+            rate: args.rate,
+            verify: Verification { every: session.verify },
+        };
+        play(&mut session.compute(number, Role::Target)?, &options)
+    })?;
+    if json {
+        #[derive(Serialize)]
+        struct Output<'a> {
+            sessions: &'a [Played],
+        }
+        return print_json(out, &Output { sessions: &results });
+    }
+    for (nic, result) in session.nic.iter().zip(&results) {
+        writeln!(
+            out,
+            "{nic}: {} blocks of {} played from recording {}, {:.0} MB/s, all checksums right, {} spectra verified, {} missing",
+            result.blocks,
+            human_size(result.block_size),
+            result.recording,
+            rate(result.blocks, result.block_size, result.nanoseconds),
+            result.verified,
+            result.missing
+        )?;
+    }
+    Ok(())
+}
+
+fn run_list(args: &RemoteArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let channels = remote(args, args.address())?.list()?;
+    if json {
+        return print_json(out, &serde_json::json!({ "channels": channels }));
+    }
+    writeln!(out, "{:<32} {:>10} {:>9} {:>10} {:>8}", "CHANNEL", "BLOCK", "RECORDING", "BLOCKS", "WRITING")?;
+    for listed in channels {
+        let name = format!("{}/{}/{}", listed.channel.lun, listed.channel.stream, listed.channel.channel);
+        let size = human_size(listed.block_size);
+        if listed.recordings.is_empty() {
+            writeln!(out, "{name:<32} {size:>10} {:>9} {:>10} {:>8}", "-", "-", "-")?;
+        }
+        for recording in listed.recordings {
+            let (number, blocks) = (recording.number, recording.blocks);
+            let writing = if recording.writing { "yes" } else { "no" };
+            writeln!(out, "{name:<32} {size:>10} {number:>9} {blocks:>10} {writing:>8}")?;
+        }
+    }
+    Ok(())
+}
+
+fn open(drives: &[PathBuf]) -> Result<Arc<Node>> {
+    Ok(Node::open(NodeOptions::new(host_name(), drives))?)
+}
+
+fn run_lun(command: &LunCommand, json: bool, out: &mut dyn Write) -> Result<()> {
+    match command {
+        LunCommand::Create {
+            name,
+            drives,
+            segment_size,
+            segments,
+        } => {
+            let options = LunOptions::new(&drives.drive).segment_size(*segment_size).segments(*segments);
+            open(&drives.drive)?.create_lun(name, &options)?;
+        }
+        LunCommand::Delete { name, drives } => open(&drives.drive)?.delete_lun(name)?,
+        LunCommand::List { drives } => {
+            let luns = open(&drives.drive)?.luns();
+            if json {
+                return print_json(out, &serde_json::json!({ "luns": luns }));
+            }
+            print_luns(&luns, out)?;
+        }
+    }
+    Ok(())
+}
+
+fn print_luns(luns: &[Lun], out: &mut dyn Write) -> Result<()> {
+    for lun in luns {
+        let drives: Vec<String> = lun.drives.iter().map(|drive| drive.display().to_string()).collect();
+        let (free, total) = (human_size(lun.free), human_size(lun.total));
+        writeln!(out, "LUN {}: {free} of {total} free, on {}", lun.name, drives.join(", "))?;
+        for stream in &lun.streams {
+            let recordings: usize = stream.channels.iter().map(|channel| channel.recordings.len()).sum();
+            writeln!(
+                out,
+                "  stream {}: blocks of {}, {} channels, {recordings} recordings",
+                stream.name,
+                human_size(stream.block_size),
+                stream.channels.len()
+            )?;
+        }
+    }
+    Ok(())
+}
+
+fn run_stream(command: &StreamCommand) -> Result<()> {
+    match command {
+        StreamCommand::Create {
+            name: (lun, name),
+            drives,
+            block_size,
+            channels,
+        } => {
+            let options = StreamOptions::new(*block_size).channels(*channels);
+            open(&drives.drive)?.create_stream(lun, name, &options)?;
+        }
+        StreamCommand::Delete {
+            name: (lun, name),
+            drives,
+        } => open(&drives.drive)?.delete_stream(lun, name)?,
+    }
+    Ok(())
+}
