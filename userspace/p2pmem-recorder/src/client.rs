@@ -18,8 +18,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::{Context, Result};
 
-use crate::rdma::wait;
 use crate::control::{self, ChannelRequest, Connection, ListedChannel, Reply, Request, Token};
+use crate::rdma::wait;
 
 /// The time between two looks at an accelerator without events.
 const COMPUTE_INTERVAL: Duration = Duration::from_millis(1);

@@ -406,7 +406,10 @@ impl Connection {
     /// [`Error::Version`], [`Error::Failed`] if the token is wrong, and those of [`Connection::receive`].
     pub fn log_in(&mut self, token: &Token, name: &str) -> Result<String> {
         let nonce = match self.receive_reply()? {
-            Reply::Challenge { version: VERSION, nonce } => nonce,
+            Reply::Challenge {
+                version: VERSION,
+                nonce,
+            } => nonce,
             Reply::Challenge { version, .. } => return Err(Error::Version(version)),
             other => return Err(unexpected(&other)),
         };

@@ -17,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use sessions::Sessions;
 pub use serve::{serve, Port};
+use sessions::Sessions;
 pub use sessions::{SessionHandle, SessionOptions};
 use status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
 

@@ -41,7 +41,7 @@ pub(crate) fn id(kind: Kind, number: u32) -> u64 {
         Kind::MessageReceived => 1,
         Kind::Payload => 2,
     };
-    kind << 32 | u64::from(number)
+    (kind << 32) | u64::from(number)
 }
 
 /// The kind and the number of a completion.
@@ -119,7 +119,7 @@ impl Endpoint {
 
     /// Returns the address for the other side.
     pub(crate) fn address(&self) -> Address {
-        self.own.clone()
+        self.own
     }
 
     /// Returns the protection domain.
@@ -283,7 +283,10 @@ pub(crate) const MAX_BLOCK: u64 = 1 << 30;
 
 /// Waits until a file descriptor is readable or has failed, at most for `limit`.
 pub(crate) fn wait(fds: &[BorrowedFd<'_>], limit: Duration) -> io::Result<()> {
-    let mut fds: Vec<PollFd<'_>> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
+    let mut fds: Vec<PollFd<'_>> = fds
+        .iter()
+        .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
+        .collect();
     let limit = Timespec::try_from(limit).ok();
     match poll(&mut fds, limit.as_ref()) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),

@@ -152,7 +152,9 @@ fn on_all_nics<T: Send>(count: usize, session: impl Fn(usize) -> Result<T> + Syn
         let session = &session;
         let threads: Vec<_> = (0..count).map(|number| scope.spawn(move || session(number))).collect();
         let results = threads.into_iter().map(|thread| {
-            thread.join().unwrap_or_else(|_| Err(anyhow::anyhow!("a thread of the program failed")))
+            thread
+                .join()
+                .unwrap_or_else(|_| Err(anyhow::anyhow!("a thread of the program failed")))
         });
         results.collect()
     })
@@ -249,9 +251,16 @@ fn run_list(args: &RemoteArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     if json {
         return print_json(out, &serde_json::json!({ "channels": channels }));
     }
-    writeln!(out, "{:<32} {:>10} {:>9} {:>10} {:>8}", "CHANNEL", "BLOCK", "RECORDING", "BLOCKS", "WRITING")?;
+    writeln!(
+        out,
+        "{:<32} {:>10} {:>9} {:>10} {:>8}",
+        "CHANNEL", "BLOCK", "RECORDING", "BLOCKS", "WRITING"
+    )?;
     for listed in channels {
-        let name = format!("{}/{}/{}", listed.channel.lun, listed.channel.stream, listed.channel.channel);
+        let name = format!(
+            "{}/{}/{}",
+            listed.channel.lun, listed.channel.stream, listed.channel.channel
+        );
         let size = human_size(listed.block_size);
         if listed.recordings.is_empty() {
             writeln!(out, "{name:<32} {size:>10} {:>9} {:>10} {:>8}", "-", "-", "-")?;
@@ -277,7 +286,9 @@ fn run_lun(command: &LunCommand, json: bool, out: &mut dyn Write) -> Result<()> 
             segment_size,
             segments,
         } => {
-            let options = LunOptions::new(&drives.drive).segment_size(*segment_size).segments(*segments);
+            let options = LunOptions::new(&drives.drive)
+                .segment_size(*segment_size)
+                .segments(*segments);
             open(&drives.drive)?.create_lun(name, &options)?;
         }
         LunCommand::Delete { name, drives } => open(&drives.drive)?.delete_lun(name)?,
@@ -296,7 +307,12 @@ fn print_luns(luns: &[Lun], out: &mut dyn Write) -> Result<()> {
     for lun in luns {
         let drives: Vec<String> = lun.drives.iter().map(|drive| drive.display().to_string()).collect();
         let (free, total) = (human_size(lun.free), human_size(lun.total));
-        writeln!(out, "LUN {}: {free} of {total} free, on {}", lun.name, drives.join(", "))?;
+        writeln!(
+            out,
+            "LUN {}: {free} of {total} free, on {}",
+            lun.name,
+            drives.join(", ")
+        )?;
         for stream in &lun.streams {
             let recordings: usize = stream.channels.iter().map(|channel| channel.recordings.len()).sum();
             writeln!(

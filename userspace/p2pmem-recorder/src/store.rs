@@ -48,7 +48,7 @@ mod system;
 mod writer;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -66,6 +66,7 @@ use error::Context;
 use format::{check_name, Geometry, LunHeader, Page, StreamHeader, PAGE};
 use removal::{mark, names, release_marked, remove_tree};
 use state::{in_use, locked, not_found, Channel, Lun, Member, Shared, Stream};
+pub(crate) use writer::copy_of;
 use writer::remove_recording;
 
 /// The drives and the size of a new LUN.

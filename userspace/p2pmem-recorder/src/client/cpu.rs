@@ -130,7 +130,9 @@ impl Compute for Cpu {
 /// Reads little-endian numbers.
 pub fn to_numbers(bytes: &[u8]) -> Vec<f32> {
     let words = bytes.chunks_exact(4);
-    words.map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
+    words
+        .map(|word| f32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect()
 }
 
 #[cfg(test)]
@@ -153,7 +155,11 @@ mod tests {
             let [computed] = done[..] else { panic!("{done:?}") };
             source.copy(1, &mut input, &mut output).unwrap();
             transform.verify(&input, &output).unwrap();
-            assert_ne!(previous.replace(computed.checksum), Some(computed.checksum), "blocks differ");
+            assert_ne!(
+                previous.replace(computed.checksum),
+                Some(computed.checksum),
+                "blocks differ"
+            );
 
             let mut bytes = vec![0; 2 * VECTOR];
             source.blocks.read(1, 0, &mut bytes).unwrap();

@@ -192,7 +192,10 @@ impl Player<'_> {
         let mut last_progress = started;
         let timeout = self.options.session.remote.timeout;
         // A block may have to wait for its turn at the rate that was asked for.
-        let pause = self.options.rate.map_or(0.0, |rate| self.block_size as f64 / rate as f64);
+        let pause = self
+            .options
+            .rate
+            .map_or(0.0, |rate| self.block_size as f64 / rate as f64);
         let timeout = timeout + std::time::Duration::from_secs_f64(pause.min(1e9));
         let (mut completions, mut computed) = (Vec::new(), Vec::new());
         while self.end != Some(self.result.blocks) {
@@ -278,7 +281,9 @@ impl Player<'_> {
         let mut progress = false;
         while !self.announced.is_empty() {
             let Some(buffer) = self.free.pop() else { break };
-            let Some(announced) = self.announced.pop_front() else { break };
+            let Some(announced) = self.announced.pop_front() else {
+                break;
+            };
             self.content[buffer as usize] = Some(announced);
             self.endpoint.post(&[WorkRequest {
                 id: id(Kind::Payload, buffer),
@@ -303,8 +308,11 @@ impl Player<'_> {
             buffer: announced.remote,
         };
         // The place of the message has the number of the node's buffer, which is not announced again before the release.
-        self.endpoint.post(&[self.endpoint.message(announced.remote, &released, true)])?;
-        self.compute.start(buffer, announced.block.sequence).context("starting work of the accelerator")?;
+        self.endpoint
+            .post(&[self.endpoint.message(announced.remote, &released, true)])?;
+        self.compute
+            .start(buffer, announced.block.sequence)
+            .context("starting work of the accelerator")?;
         self.computing += 1;
         Ok(())
     }
@@ -314,7 +322,9 @@ impl Player<'_> {
         computed.clear();
         self.compute.poll(computed).context("the accelerator failed")?;
         for done in computed.iter() {
-            let announced = self.content[done.buffer as usize].take().context("work on a buffer without a block")?;
+            let announced = self.content[done.buffer as usize]
+                .take()
+                .context("work on a buffer without a block")?;
             let Block { sequence, checksum, .. } = announced.block;
             ensure!(
                 done.checksum == checksum,

@@ -151,12 +151,13 @@ impl Session {
         };
         let payload = Work {
             // The completion of the payload frees the buffer, and the place of the message before it.
-            id: id(Kind::Payload, buffer << 16 | place),
+            id: id(Kind::Payload, (buffer << 16) | place),
             local: self.registered.segment(buffer, block_size),
             work: Operation::Send,
             signaled: true,
         };
-        self.endpoint.post(&[self.endpoint.message(place, &description, false), payload])
+        self.endpoint
+            .post(&[self.endpoint.message(place, &description, false), payload])
     }
 }
 
@@ -198,9 +199,15 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
     );
     ensure!(compute.buffers() <= 4096, "an accelerator has at most 4096 buffers");
     let started = now();
-    let sessions = options.sessions.iter().map(|request| Session::start(request, compute, started));
+    let sessions = options
+        .sessions
+        .iter()
+        .map(|request| Session::start(request, compute, started));
     let sessions: Vec<Session> = sessions.collect::<Result<_>>()?;
-    let end = options.first.checked_add(options.blocks).context("the sequence numbers exceed 64 bits")?;
+    let end = options
+        .first
+        .checked_add(options.blocks)
+        .context("the sequence numbers exceed 64 bits")?;
     let numbers = block_size as usize / 4;
     let recorder = Recorder {
         free: (0..compute.buffers()).rev().collect(),
@@ -266,7 +273,9 @@ impl Recorder<'_> {
         while self.next < self.end {
             let Some(buffer) = self.free.pop() else { break };
             self.sequences[buffer as usize] = self.next;
-            self.compute.start(buffer, self.next).context("starting work of the accelerator")?;
+            self.compute
+                .start(buffer, self.next)
+                .context("starting work of the accelerator")?;
             self.next += 1;
             self.computing += 1;
             progress = true;
@@ -319,8 +328,12 @@ impl Recorder<'_> {
     fn send(&mut self) -> Result<bool> {
         let mut progress = false;
         while self.ready.contains_key(&self.next_to_send) {
-            let Some(targets) = self.targets(self.next_to_send) else { break };
-            let Some((buffer, block)) = self.ready.remove(&self.next_to_send) else { break };
+            let Some(targets) = self.targets(self.next_to_send) else {
+                break;
+            };
+            let Some((buffer, block)) = self.ready.remove(&self.next_to_send) else {
+                break;
+            };
             let pending = Pending {
                 buffer,
                 sending: targets,
@@ -328,7 +341,9 @@ impl Recorder<'_> {
             };
             self.pending.insert(block.sequence, pending);
             for number in (0..self.sessions.len()).filter(|number| targets & (1 << number) != 0) {
-                let Some(session) = &mut self.sessions[number] else { continue };
+                let Some(session) = &mut self.sessions[number] else {
+                    continue;
+                };
                 if let Err(error) = session.send(buffer, block, self.block_size) {
                     self.session_failed(number, &error)?;
                 }
@@ -396,7 +411,10 @@ impl Recorder<'_> {
 
     /// A session has a block durably.
     fn acknowledged(&mut self, number: usize, sequence: u64) -> Result<()> {
-        let pending = self.pending.get(&sequence).filter(|pending| pending.waiting & (1 << number) != 0);
+        let pending = self
+            .pending
+            .get(&sequence)
+            .filter(|pending| pending.waiting & (1 << number) != 0);
         ensure!(
             pending.is_some(),
             "the node acknowledged block {sequence}, which it was not sent or acknowledged before"
@@ -419,7 +437,11 @@ impl Recorder<'_> {
     }
 
     fn forget_if_done(&mut self, sequence: u64) {
-        if self.pending.get(&sequence).is_some_and(|pending| pending.sending == 0 && pending.waiting == 0) {
+        if self
+            .pending
+            .get(&sequence)
+            .is_some_and(|pending| pending.sending == 0 && pending.waiting == 0)
+        {
             self.pending.remove(&sequence);
         }
     }
@@ -429,7 +451,11 @@ impl Recorder<'_> {
         let Some(mut session) = self.sessions[number].take() else {
             return Ok(());
         };
-        let reason = format!("storage node {}: {}", session.name, reason_of(&mut session.connection, error));
+        let reason = format!(
+            "storage node {}: {}",
+            session.name,
+            reason_of(&mut session.connection, error)
+        );
         // The queue pair ends with the session, so its NIC does not read buffers any more.
         drop(session);
         let sequences: Vec<u64> = self.pending.keys().copied().collect();
@@ -479,10 +505,16 @@ impl Recorder<'_> {
     /// Ends the sessions whose acknowledgements do not come.
     fn nothing_happens(&mut self, timeout: Duration) -> Result<()> {
         if self.computing > 0 {
-            bail!("the accelerator did not complete {} blocks within {timeout:?}", self.computing);
+            bail!(
+                "the accelerator did not complete {} blocks within {timeout:?}",
+                self.computing
+            );
         }
         for number in 0..self.sessions.len() {
-            if let Some(session) = self.sessions[number].as_ref().filter(|session| session.unacknowledged > 0) {
+            if let Some(session) = self.sessions[number]
+                .as_ref()
+                .filter(|session| session.unacknowledged > 0)
+            {
                 let missing = session.unacknowledged;
                 let error = anyhow::anyhow!("{missing} blocks were not acknowledged within {timeout:?}");
                 self.session_failed(number, &error)?;

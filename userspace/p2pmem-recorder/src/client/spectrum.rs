@@ -42,7 +42,10 @@ impl Transform {
     /// The block is not a multiple of [`POINTS`] complex numbers.
     pub fn forward(&self, input: &[f32]) -> Vec<f32> {
         assert!(input.len() % (2 * POINTS) == 0, "{} numbers", input.len());
-        let mut values: Vec<Complex32> = input.chunks_exact(2).map(|pair| Complex32::new(pair[0], pair[1])).collect();
+        let mut values: Vec<Complex32> = input
+            .chunks_exact(2)
+            .map(|pair| Complex32::new(pair[0], pair[1]))
+            .collect();
         self.fft.process(&mut values);
         values.iter().flat_map(|value| [value.re, value.im]).collect()
     }
@@ -78,7 +81,9 @@ mod tests {
         let mut input = vec![0.0; 4 * POINTS];
         (input[0], input[2 * POINTS]) = (1.0, 2.0);
         let output = transform.forward(&input);
-        assert!(output[..2 * POINTS].chunks(2).all(|value| (value[0] - 1.0).abs() < 1e-6 && value[1].abs() < 1e-6));
+        assert!(output[..2 * POINTS]
+            .chunks(2)
+            .all(|value| (value[0] - 1.0).abs() < 1e-6 && value[1].abs() < 1e-6));
         transform.verify(&input, &output).unwrap();
         for at in [0, 2 * POINTS - 1, 4 * POINTS - 1] {
             for wrong in [1e-2, f32::NAN] {

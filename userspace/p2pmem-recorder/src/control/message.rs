@@ -81,9 +81,16 @@ impl Message {
     pub fn encode(&self) -> [u8; SIZE] {
         let block = |block: &Block, bytes: u64| vec![block.sequence, block.time, block.checksum.into(), bytes];
         let (kind, number, values) = match self {
-            Self::Block { block: described, bytes } => (1, 0, block(described, *bytes)),
+            Self::Block {
+                block: described,
+                bytes,
+            } => (1, 0, block(described, *bytes)),
             Self::Acknowledged(sequences) => {
-                assert!(sequences.len() <= MAX_ACKNOWLEDGED, "{} sequence numbers", sequences.len());
+                assert!(
+                    sequences.len() <= MAX_ACKNOWLEDGED,
+                    "{} sequence numbers",
+                    sequences.len()
+                );
                 (2, sequences.len() as u32, sequences.clone())
             }
             Self::Announced {
@@ -163,8 +170,11 @@ mod tests {
         prop_oneof![
             (block.clone(), any::<u64>()).prop_map(|(block, bytes)| Message::Block { block, bytes }),
             proptest::collection::vec(any::<u64>(), 1..=MAX_ACKNOWLEDGED).prop_map(Message::Acknowledged),
-            (any::<u32>(), block, any::<u64>())
-                .prop_map(|(buffer, block, bytes)| Message::Announced { buffer, block, bytes }),
+            (any::<u32>(), block, any::<u64>()).prop_map(|(buffer, block, bytes)| Message::Announced {
+                buffer,
+                block,
+                bytes
+            }),
             any::<u32>().prop_map(|buffer| Message::Released { buffer }),
             any::<u64>().prop_map(|blocks| Message::End { blocks }),
         ]
@@ -177,7 +187,7 @@ mod tests {
         }
 
         #[test]
-        fn damage_is_found(message in messages(), at in 0..SIZE, bit in 0..8) {
+        fn damage_is_found(message in messages(), at in 0..SIZE, bit in 0..8_u8) {
             let mut bytes = message.encode();
             bytes[at] ^= 1 << bit;
             prop_assert_eq!(Message::decode(&bytes), Err(MessageError::Damaged));
@@ -195,7 +205,14 @@ mod tests {
             bytes[..4].copy_from_slice(&checksum.to_le_bytes());
             Message::decode(&bytes)
         };
-        for (kind, number, third) in [(0, 0, 0), (6, 0, 0), (2, 0, 0), (2, 31, 0), (2, u32::MAX, 0), (1, 0, 1 << 32)] {
+        for (kind, number, third) in [
+            (0, 0, 0),
+            (6, 0, 0),
+            (2, 0, 0),
+            (2, 31, 0),
+            (2, u32::MAX, 0),
+            (1, 0, 1 << 32),
+        ] {
             assert_eq!(make(kind, number, third), Err(MessageError::Invalid), "{kind} {number}");
         }
     }

@@ -13,7 +13,10 @@ fn pair(limit: Duration) -> (Connection, Connection) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let far = listener.accept().unwrap().0;
-    (Connection::new(near, limit).unwrap(), Connection::new(far, limit).unwrap())
+    (
+        Connection::new(near, limit).unwrap(),
+        Connection::new(far, limit).unwrap(),
+    )
 }
 
 fn token(text: &str) -> Token {
@@ -39,7 +42,10 @@ fn wrong_token_is_refused() {
         error
     });
     let error = program.log_in(&token("fedcba9876543210"), "gpu").unwrap_err();
-    assert!(matches!(&error, Error::Failed(reason) if reason.contains("token is wrong")), "{error}");
+    assert!(
+        matches!(&error, Error::Failed(reason) if reason.contains("token is wrong")),
+        "{error}"
+    );
     assert!(matches!(serving.join().unwrap(), Error::Token));
 }
 
@@ -75,7 +81,15 @@ fn message_of_a_gigabyte_is_refused_before_it_is_read() {
 
 #[test]
 fn garbage_and_unknown_messages_are_refused() {
-    for body in ["", "{", "null", "\"List\"", "{\"record\": 7}", "{\"hello\": {\"version\": 1}}", "\u{0}"] {
+    for body in [
+        "",
+        "{",
+        "null",
+        "\"List\"",
+        "{\"record\": 7}",
+        "{\"hello\": {\"version\": 1}}",
+        "\u{0}",
+    ] {
         let (mut near, mut far) = pair(LIMIT);
         near.stream.write_all(&(body.len() as u32).to_be_bytes()).unwrap();
         near.stream.write_all(body.as_bytes()).unwrap();

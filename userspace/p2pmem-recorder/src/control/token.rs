@@ -91,7 +91,7 @@ impl Token {
         if count != bytes.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        Ok(to_hex(&bytes))
+        Ok(hex::encode(bytes))
     }
 
     fn mac(&self, nonce: &str) -> Hmac<Sha256> {
@@ -103,25 +103,13 @@ impl Token {
 
     /// Returns the proof for a challenge.
     pub(super) fn proof(&self, nonce: &str) -> String {
-        to_hex(&self.mac(nonce).finalize().into_bytes())
+        hex::encode(self.mac(nonce).finalize().into_bytes())
     }
 
     /// Checks a proof, in a time that does not depend on its content.
     pub(super) fn verify(&self, nonce: &str, proof: &str) -> bool {
-        from_hex(proof).is_some_and(|proof| self.mac(nonce).verify_slice(&proof).is_ok())
+        hex::decode(proof).is_ok_and(|proof| self.mac(nonce).verify_slice(&proof).is_ok())
     }
-}
-
-fn to_hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-fn from_hex(text: &str) -> Option<Vec<u8>> {
-    if text.len() != 64 || !text.is_ascii() {
-        return None;
-    }
-    let digits = text.as_bytes().chunks(2);
-    digits.map(|pair| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()).collect()
 }
 
 #[cfg(test)]

@@ -240,7 +240,10 @@ impl Playback<'_> {
                 continue;
             }
             if waiting_since.elapsed() > self.node.options.timeout && limit != Limit::Rate {
-                bail!("neither the drives nor the other side did anything for {:?}", self.node.options.timeout);
+                bail!(
+                    "neither the drives nor the other side did anything for {:?}",
+                    self.node.options.timeout
+                );
             }
             if self.endpoint.arm()? {
                 continue;
@@ -277,7 +280,9 @@ impl Playback<'_> {
         let progress = !done.is_empty();
         for fetched in done {
             let block = fetched.block;
-            fetched.result.with_context(|| format!("reading block {} from its drive", block.sequence))?;
+            fetched
+                .result
+                .with_context(|| format!("reading block {} from its drive", block.sequence))?;
             self.read.insert(fetched.buffer as u32, block);
         }
         Ok(progress)

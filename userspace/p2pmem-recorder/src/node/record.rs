@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Nic};
@@ -112,7 +112,8 @@ pub(super) fn record(
 impl Recording<'_> {
     fn post_receives(&self, buffer: u32) -> Result<()> {
         self.endpoint.post_message_receive(buffer)?;
-        self.endpoint.post_payload_receive(buffer, self.registered.segment(buffer))
+        self.endpoint
+            .post_payload_receive(buffer, self.registered.segment(buffer))
     }
 
     /// Runs the session, and ends it. Blocks that arrived are recorded also if the session fails, as far as the drives permit.
@@ -120,16 +121,13 @@ impl Recording<'_> {
         let result = self.serve();
         if let Err(error) = &result {
             self.handle.failed(format!("{error:#}"));
-            // The blocks in flight complete and are recorded, although nobody is told.
-            let deadline = Instant::now() + self.node.options.timeout;
-            while self.engine.in_flight() > 0 && Instant::now() < deadline {
-                if self.collect().is_err() {
-                    break;
-                }
-                wait(&[self.engine.as_fd()], CHECK_INTERVAL)?;
-            }
         }
-        let finished = self.engine.finish();
+        // Blocks in flight complete and are recorded, although nobody is told of them after an error.
+        let (done, finished) = self.engine.finish();
+        self.handle.acknowledged(done.acknowledged.len() as u64);
+        for failure in &done.failures {
+            self.node.drive_failed(&failure.drive, &failure.error);
+        }
         result?;
         finished.context("ending the recording")?;
         Ok(Ended { blocks: self.recorded })
@@ -187,7 +185,11 @@ impl Recording<'_> {
     /// Handles a block that arrived.
     fn arrived(&mut self, buffer: u32, bytes: u32) -> Result<()> {
         let message = self.endpoint.received(buffer)?;
-        let Message::Block { block, bytes: announced } = message else {
+        let Message::Block {
+            block,
+            bytes: announced,
+        } = message
+        else {
             bail!("the other side sent {message:?} instead of a block");
         };
         let size = self.blocks.block_size() as u64;
@@ -213,16 +215,16 @@ impl Recording<'_> {
             self.node.drive_failed(&failure.drive, &failure.error);
         }
         let progress = !done.acknowledged.is_empty() || !done.failures.is_empty();
-        for (buffer, sequence) in &done.acknowledged {
+        self.handle.acknowledged(done.acknowledged.len() as u64);
+        for block in &done.acknowledged {
             self.filled -= 1;
             self.recorded += 1;
-            self.unsent.push_back(*sequence);
+            self.unsent.push_back(block.sequence);
             // The receive is posted before the acknowledgement permits the next block.
-            self.post_receives(*buffer as u32)?;
+            self.post_receives(block.buffer as u32)?;
         }
-        self.handle.acknowledged(done.acknowledged.len() as u64);
-        if let Some(error) = done.error {
-            return Err(error).context("recording");
+        if let Some(refused) = done.not_recorded.into_iter().next() {
+            return Err(refused.error).with_context(|| format!("recording block {}", refused.block.sequence));
         }
         Ok(progress)
     }
@@ -256,4 +258,3 @@ impl Recording<'_> {
         }
     }
 }
-

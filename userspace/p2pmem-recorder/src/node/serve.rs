@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{ensure, Context, Result};
 use p2pmem::{Client, Device};
 use p2pmem_verbs::Nic;
 
@@ -85,7 +85,9 @@ pub fn serve(node: &Arc<Node>, listener: &TcpListener, token: &Token, ports: &[P
             }
             let open = &open;
             scope.spawn(move || {
-                let peer = stream.peer_addr().map_or_else(|_| "unknown".into(), |address| address.to_string());
+                let peer = stream
+                    .peer_addr()
+                    .map_or_else(|_| "unknown".into(), |address| address.to_string());
                 if let Err(error) = converse(node, stream, token, ports) {
                     eprintln!("p2pmem-recorder: {peer}: {error:#}");
                 }
@@ -124,9 +126,9 @@ fn converse(node: &Arc<Node>, stream: TcpStream, token: &Token, ports: &[Port]) 
 fn handle(node: &Arc<Node>, connection: &mut Connection, token: &Token, ports: &[Port]) -> Result<Option<Ended>> {
     let peer = connection.welcome(token, &node.options.name)?;
     let port = |number: u32| {
-        ports.get(number as usize).with_context(|| {
-            format!("the node has {} NICs, and there is no number {number}", ports.len())
-        })
+        ports
+            .get(number as usize)
+            .with_context(|| format!("the node has {} NICs, and there is no number {number}", ports.len()))
     };
     loop {
         match connection.receive::<Request>()? {
@@ -223,19 +225,13 @@ impl Node {
     pub(super) fn describe_memory(&self, blocks: &BlockMemory) -> String {
         match (blocks.provider(), blocks.buffer()) {
             (Some(provider), Some(buffer)) => {
-                let path = buffer.class().map(|class| format!(", path to the farthest device: {class}"));
+                let path = buffer
+                    .class()
+                    .map(|class| format!(", path to the farthest device: {class}"));
                 format!("{}{}", provider.addr, path.unwrap_or_default())
             }
             (None, Some(buffer)) => format!("provider {}", buffer.provider()),
             _ => "host memory".into(),
         }
     }
-}
-
-/// Fails unless the other side asked for a reasonable number of buffers.
-pub(super) fn check_buffers(buffers: u32) -> Result<()> {
-    if !(1..=4096).contains(&buffers) {
-        bail!("{buffers} buffers; use 1 to 4096");
-    }
-    Ok(())
 }

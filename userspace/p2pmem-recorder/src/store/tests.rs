@@ -3,7 +3,7 @@
 //! Tests of the store on simulated drives: power cuts and errors at every operation, and the limits of the store.
 
 mod plan;
-mod simulated;
+pub(crate) mod simulated;
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ use super::format::{Geometry, PAGE};
 use super::{Block, ChannelName, Error, Files, LunOptions, Store, StreamOptions, Writer};
 
 /// Returns the factor for the number of cases, which long runs set.
-fn times() -> u32 {
+pub(crate) fn times() -> u32 {
     std::env::var("P2PMEM_TIMES")
         .map_or(1, |text| text.parse::<u32>().expect("P2PMEM_TIMES is a number"))
         .max(1)

@@ -111,8 +111,9 @@ pub struct Writer<S: System> {
     /// The open segments, by the number that slots have.
     segments: BTreeMap<u64, OpenSegment<S::File>>,
     current: Vec<Option<u64>>,
-    failed: Vec<bool>,
-    last_failure: Option<(usize, io::Error)>,
+    /// The errors of members that failed.
+    failed: Vec<Option<io::Error>>,
+    last_failed: usize,
     /// The members whose drive has the folder of the recording.
     has_folder: BTreeSet<usize>,
     next_segment: u64,
@@ -157,10 +158,10 @@ impl<S: System> Writer<S> {
             number,
             recording,
             current: members.iter().map(|_| None).collect(),
-            failed: vec![false; members.len()],
+            failed: members.iter().map(|_| None).collect(),
             members,
             segments: BTreeMap::new(),
-            last_failure: None,
+            last_failed: 0,
             has_folder: BTreeSet::new(),
             next_segment: 0,
             next_member: 0,
@@ -185,8 +186,13 @@ impl<S: System> Writer<S> {
 
     /// Returns the folders of the drives that failed while this writer used them.
     pub fn failed_drives(&self) -> impl Iterator<Item = &Path> {
-        let failed = self.members.iter().zip(&self.failed).filter(|(_, failed)| **failed);
-        failed.map(|((_, drive), _)| drive.as_path())
+        self.drive_errors().map(|(drive, _)| drive)
+    }
+
+    /// Returns the folders of the drives that failed while this writer used them, each with its last error.
+    pub fn drive_errors(&self) -> impl Iterator<Item = (&Path, &io::Error)> {
+        let members = self.members.iter().zip(&self.failed);
+        members.filter_map(|((_, drive), error)| Some((drive.as_path(), error.as_ref()?)))
     }
 
     /// Returns the place for the payload of a block, on the next drive that has free space. Takes a free segment if the one
@@ -200,7 +206,7 @@ impl<S: System> Writer<S> {
         self.check_new(block.sequence)?;
         let count = self.members.len();
         for member in (self.next_member..self.next_member + count).map(|member| member % count) {
-            if self.failed[member] {
+            if self.failed[member].is_some() {
                 continue;
             }
             match self.reserve_on(member, block) {
@@ -225,26 +231,22 @@ impl<S: System> Writer<S> {
         Ok(())
     }
 
-    fn no_space(&mut self) -> Error {
+    fn no_space(&self) -> Error {
         let lun = self.name.lun.clone();
-        if !self.failed.iter().all(|&failed| failed) {
-            return Error::Full { lun };
-        }
-        let (member, error) = self
-            .last_failure
-            .as_ref()
-            .map_or((0, None), |(member, error)| (*member, Some(error)));
-        Error::DrivesFailed {
-            lun,
-            drive: self.members[member].1.clone(),
-            source: error.map_or_else(|| io::ErrorKind::Other.into(), copy_of),
+        match &self.failed[self.last_failed] {
+            Some(error) if self.failed.iter().all(Option::is_some) => Error::DrivesFailed {
+                lun,
+                drive: self.members[self.last_failed].1.clone(),
+                source: copy_of(error),
+            },
+            _ => Error::Full { lun },
         }
     }
 
     fn fail_member(&mut self, member: usize, error: io::Error) {
-        self.failed[member] = true;
+        self.failed[member] = Some(error);
         self.current[member] = None;
-        self.last_failure = Some((member, error));
+        self.last_failed = member;
     }
 
     /// Reserves a slot on a member, or returns `None` if the member has no free segment.
@@ -487,7 +489,7 @@ impl<S: System> Drop for Writer<S> {
 }
 
 /// Returns an error with the same code, or the same text.
-fn copy_of(error: &io::Error) -> io::Error {
+pub(crate) fn copy_of(error: &io::Error) -> io::Error {
     match error.raw_os_error() {
         Some(code) => io::Error::from_raw_os_error(code),
         None => io::Error::new(error.kind(), error.to_string()),

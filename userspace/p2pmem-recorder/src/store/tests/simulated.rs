@@ -9,29 +9,29 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::store::system::{Entry, System};
 
-pub(super) const EIO: i32 = 5;
-pub(super) const ENOSPC: i32 = 28;
+pub(crate) const EIO: i32 = 5;
+pub(crate) const ENOSPC: i32 = 28;
 const SECTOR: usize = 512;
 
 /// What happens at one operation.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Fault {
+pub(crate) struct Fault {
     /// The number of the operation, from 1.
-    pub(super) at: u64,
-    pub(super) errno: i32,
+    pub(crate) at: u64,
+    pub(crate) errno: i32,
     /// Whether the operation has an effect although it fails.
-    pub(super) effect: bool,
+    pub(crate) effect: bool,
     /// Whether the power is off from then on.
-    pub(super) power_off: bool,
+    pub(crate) power_off: bool,
 }
 
 /// Bugs of a drive or a file system, which tests must find.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Bugs {
-    pub(super) ignores_flush: bool,
+pub(crate) struct Bugs {
+    pub(crate) ignores_flush: bool,
     /// Writes from this byte of a file on stay volatile.
-    pub(super) ignores_durable_from: Option<usize>,
-    pub(super) ignores_sync_folder: bool,
+    pub(crate) ignores_durable_from: Option<usize>,
+    pub(crate) ignores_sync_folder: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -122,14 +122,14 @@ struct Machine {
 
 /// A machine with drives. Clones are the same machine.
 #[derive(Clone)]
-pub(super) struct Simulated(Arc<Mutex<Machine>>);
+pub(crate) struct Simulated(Arc<Mutex<Machine>>);
 
-pub(super) struct SimulatedFile {
+pub(crate) struct SimulatedFile {
     machine: Simulated,
     number: usize,
 }
 
-pub(super) struct SimulatedLock {
+pub(crate) struct SimulatedLock {
     machine: Simulated,
     path: PathBuf,
 }
@@ -145,14 +145,14 @@ fn error(code: i32) -> io::Error {
 }
 
 /// A generator of numbers for choices of a test (xorshift).
-pub(super) struct Choices(u64);
+pub(crate) struct Choices(u64);
 
 impl Choices {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
 
-    pub(super) fn next(&mut self, below: u64) -> u64 {
+    pub(crate) fn next(&mut self, below: u64) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -252,7 +252,7 @@ impl Machine {
 
 impl Simulated {
     /// A machine with the folders `drives`. If `needs_flush` is set, payload is volatile until a flush.
-    pub(super) fn new(drives: &[PathBuf], needs_flush: bool, bugs: Bugs) -> Self {
+    pub(crate) fn new(drives: &[PathBuf], needs_flush: bool, bugs: Bugs) -> Self {
         let mut machine = Machine {
             needs_flush,
             bugs,
@@ -269,43 +269,43 @@ impl Simulated {
         self.0.lock().unwrap()
     }
 
-    pub(super) fn operations(&self) -> u64 {
+    pub(crate) fn operations(&self) -> u64 {
         self.get().operations
     }
 
-    pub(super) fn count_reads(&self) {
+    pub(crate) fn count_reads(&self) {
         self.get().counts_reads = true;
     }
 
     /// Sets the fault. Its operation counts from now on.
-    pub(super) fn set_fault(&self, fault: Option<Fault>) {
+    pub(crate) fn set_fault(&self, fault: Option<Fault>) {
         let mut machine = self.get();
         machine.operations = 0;
         machine.fault = fault;
         machine.fault_happened = false;
     }
 
-    pub(super) fn fault_happened(&self) -> bool {
+    pub(crate) fn fault_happened(&self) -> bool {
         self.get().fault_happened
     }
 
-    pub(super) fn is_off(&self) -> bool {
+    pub(crate) fn is_off(&self) -> bool {
         self.get().is_off
     }
 
     /// Lets reads neither count nor fail, for the checks of a test.
-    pub(super) fn suspend_faults(&self, suspend: bool) {
+    pub(crate) fn suspend_faults(&self, suspend: bool) {
         self.get().is_suspended = suspend;
     }
 
     /// Limits the bytes of files that can be created.
-    pub(super) fn set_space(&self, bytes: Option<u64>) {
+    pub(crate) fn set_space(&self, bytes: Option<u64>) {
         self.get().space = bytes;
     }
 
     /// Cuts the power, and switches the machine on again. Of what was not durable, some part is there: `choices` decides
     /// which sectors and which changes of folders.
-    pub(super) fn power_cycle(&self, choices: &mut Choices) {
+    pub(crate) fn power_cycle(&self, choices: &mut Choices) {
         let mut machine = self.get();
         let machine = &mut *machine;
         // All, nothing, or any part.
@@ -341,7 +341,7 @@ impl Simulated {
     }
 
     /// Overwrites bytes of a file, durably, as a failing medium would.
-    pub(super) fn damage(&self, path: &Path, offset: usize, bytes: &[u8]) {
+    pub(crate) fn damage(&self, path: &Path, offset: usize, bytes: &[u8]) {
         let mut machine = self.get();
         let Ok(Node::File(number)) = machine.node(path) else {
             panic!("{} is no file", path.display())
@@ -350,7 +350,7 @@ impl Simulated {
     }
 
     /// Returns the paths of all files below a folder.
-    pub(super) fn files_below(&self, folder: &Path) -> Vec<PathBuf> {
+    pub(crate) fn files_below(&self, folder: &Path) -> Vec<PathBuf> {
         let machine = self.get();
         let files = machine.below(folder).filter(|(_, node)| **node != Node::Folder);
         files.map(|(path, _)| path.clone()).collect()
@@ -359,13 +359,13 @@ impl Simulated {
 
 impl SimulatedFile {
     /// Writes payload, as a program or a NIC does.
-    pub(super) fn write_payload(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    pub(crate) fn write_payload(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let mut machine = self.machine.get();
         let durable = !machine.needs_flush;
         machine.write(self.number, offset as usize, bytes, durable)
     }
 
-    pub(super) fn read_payload(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+    pub(crate) fn read_payload(&self, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
         self.machine.read(self, offset, bytes)
     }
 }
