@@ -12,6 +12,7 @@
 //! node:    welcome
 //! program: list | record | play
 //! node:    listing | record-ready | play-ready
+//! program: ready                     playback only
 //!   blocks and acknowledgements by RDMA (module `message`)
 //! program: finish
 //! node:    finished                  the number of blocks
@@ -170,6 +171,8 @@ pub enum Request {
     Record(Record),
     /// Starts playback.
     Play(Play),
+    /// The program has posted its receives: the node may announce blocks of a playback.
+    Ready,
     /// Ends the session. All blocks of a recording were acknowledged before.
     Finish,
 }

@@ -146,11 +146,12 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
         (1..=buffers).contains(&credits),
         "the node announces {credits} blocks at once, for {buffers} buffers"
     );
+    endpoint.connect(&address)?;
     // The node announces a buffer again only after its release, so there are never more messages than credits.
     for place in 0..credits {
         endpoint.post_message_receive(place)?;
     }
-    endpoint.connect(&address)?;
+    connection.send(&Request::Ready)?;
     let numbers = block_size as usize / 4;
     let mut player = Player {
         endpoint,

@@ -98,6 +98,8 @@ struct Playback<'a> {
     /// Buffers that the other side has not released.
     announced: BTreeMap<u32, Block>,
     played: u64,
+    /// Whether the other side has posted receives for announcements.
+    is_ready: bool,
     end_sent: bool,
     finishing: bool,
 }
@@ -175,6 +177,7 @@ pub(super) fn play(
         read: BTreeMap::new(),
         announced: BTreeMap::new(),
         played: 0,
+        is_ready: false,
         end_sent: false,
         finishing: false,
     };
@@ -291,6 +294,9 @@ impl Playback<'_> {
     /// Announces blocks in their order. Returns whether there was any.
     fn announce(&mut self) -> Result<bool> {
         let mut progress = false;
+        if !self.is_ready {
+            return Ok(false);
+        }
         while let Some((buffer, block)) = self.order.front().and_then(|buffer| self.read.remove_entry(buffer)) {
             self.order.pop_front();
             let message = Message::Announced {
@@ -340,6 +346,10 @@ impl Playback<'_> {
     fn listen(&mut self) -> Result<bool> {
         match self.connection.try_receive::<Request>() {
             Ok(None) => Ok(false),
+            Ok(Some(Request::Ready)) => {
+                self.is_ready = true;
+                Ok(true)
+            }
             Ok(Some(Request::Finish)) => {
                 self.finishing = true;
                 Ok(true)
