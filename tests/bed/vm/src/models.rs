@@ -197,6 +197,8 @@ struct ConfigNic {
     socket: PathBuf,
     control: PathBuf,
     switch: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_per_second: Option<String>,
 }
 
 #[derive(Debug, Serialize)]
@@ -229,7 +231,11 @@ impl Config {
                 let name = device.name().to_owned();
                 let (socket, control) = (paths.device_socket(&name), paths.control_socket(&name));
                 match device {
-                    Device::Nic { switch, .. } => {
+                    Device::Nic {
+                        switch,
+                        bytes_per_second,
+                        ..
+                    } => {
                         switches.insert(switch.clone());
                         let switch = switch.clone();
                         entry.nic.push(ConfigNic {
@@ -237,6 +243,7 @@ impl Config {
                             socket,
                             control,
                             switch,
+                            bytes_per_second: bytes_per_second.map(|rate| rate.0.to_string()),
                         });
                     }
                     Device::Accel { memory, .. } => {
@@ -281,6 +288,17 @@ mod tests {
             assert_eq!(nic["control"].as_str(), Some(&*format!("/run/x/{node}/nic0.control")));
             assert_eq!(nic["switch"].as_str(), Some("sw"));
             assert_eq!(entry["accel"][0]["memory"].as_str(), Some("256M"));
+            assert_eq!(nic.get("bytes_per_second"), None);
+        }
+        let slow = include_str!("../../topologies/rdma.toml");
+        let slow = slow.replace("name = \"nic0\"", "name = \"nic0\"\nbytes_per_second = \"64M\"");
+        let config = Config::new(&Layout::parse("slow", &slow).unwrap(), &paths);
+        let config: toml::Table = toml::from_str(&toml::to_string(&config).unwrap()).unwrap();
+        for node in 0..2 {
+            assert_eq!(
+                config["node"][node]["nic"][0]["bytes_per_second"].as_str(),
+                Some("67108864")
+            );
         }
     }
 }

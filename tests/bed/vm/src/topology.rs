@@ -244,6 +244,9 @@ pub enum Device {
         /// The InfiniBand switch of its port.
         #[serde(default = "switch")]
         switch: String,
+        /// The bytes that the link of its port carries in a second in each direction, headers included. With a rate, the
+        /// link limits transfers, and not the processors that emulate the NICs.
+        bytes_per_second: Option<Size>,
     },
 }
 
@@ -563,6 +566,18 @@ mod tests {
         let nic0 = topology.device("nvme0").unwrap();
         assert!(matches!(nic0, Device::Nic { switch, .. } if switch == "sw"));
         assert!(nic0.is_model() && nic0.memory() == 0);
+        let rate = |text: &str| {
+            nic.replace(
+                "kind = \"nic\"",
+                &format!("kind = \"nic\"\nbytes_per_second = {text:?}"),
+            )
+        };
+        let topology = Topology::parse("t", &rate("64M")).unwrap();
+        assert!(matches!(
+            topology.device("nvme0").unwrap(),
+            Device::Nic { bytes_per_second: Some(Size(rate)), .. } if *rate == 64 << 20
+        ));
+        assert!(error(&rate("0")).contains("is zero"), "{}", error(&rate("0")));
         let bad = nic.replace("kind = \"nic\"", "kind = \"nic\"\nswitch = \"a/b\"");
         assert!(error(&bad).contains("switch \"a/b\""), "{}", error(&bad));
     }

@@ -4,6 +4,7 @@
 //! the NICs. The whole file is checked before any device is created.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU64;
 use std::path::{Path, PathBuf};
 
 use p2pmem_vfio_user::{HOST, LinkSpeed, MESSAGE, OTHER_MAPPED};
@@ -80,6 +81,9 @@ pub struct Nic {
     /// The switch to which the port is connected.
     #[serde(default = "default_switch")]
     pub switch: String,
+    /// Rate of the port's link in each direction. Without a rate, a packet takes no time.
+    #[serde(default, deserialize_with = "deserialize_rate")]
+    pub bytes_per_second: Option<NonZeroU64>,
     /// GUID of the port. The default depends on the position in the file.
     pub guid: Option<u64>,
     #[serde(default = "default_gen")]
@@ -127,6 +131,12 @@ fn default_memory() -> u64 {
 
 fn deserialize_size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     parse_size(&String::deserialize(from)?).map_err(serde::de::Error::custom)
+}
+
+fn deserialize_rate<'de, D: Deserializer<'de>>(from: D) -> Result<Option<NonZeroU64>, D::Error> {
+    let rate = NonZeroU64::new(deserialize_size(from)?);
+    rate.map(Some)
+        .ok_or_else(|| serde::de::Error::custom("a rate of 0 bytes per second: omit the key for a link without a rate"))
 }
 
 /// Why a configuration is invalid.
@@ -320,6 +330,7 @@ mod tests {
         socket = "/run/a/nic1.sock"
         link_gen = 5
         link_width = 8
+        bytes_per_second = "64M"
         [[node.accel]]
         name = "accel0"
         socket = "/run/a/accel0.sock"
@@ -342,6 +353,8 @@ mod tests {
         assert_eq!(a.nic[0].pcie().unwrap().speed, LinkSpeed::Gen4);
         let second = a.nic[1].pcie().unwrap();
         assert_eq!((second.speed, second.lanes), (LinkSpeed::Gen5, 8));
+        let rates = [&a.nic[0], &a.nic[1]].map(|nic| nic.bytes_per_second.map(NonZeroU64::get));
+        assert_eq!(rates, [None, Some(64 << 20)]);
         let guids = BTreeSet::from([a.nic[0].guid(), a.nic[1].guid(), b.nic[0].guid(), 0]);
         assert_eq!(guids.len(), 4);
         assert_eq!(
@@ -375,6 +388,8 @@ mod tests {
             ("link_width = 8", "switch = \"no\"", "there is no switch \"no\""),
             ("link_width = 8", "guid = 0", "GUID 0x0"),
             ("link_width = 8", "lanes = 8", "unknown field `lanes`"),
+            ("\"64M\"", "\"0\"", "a rate of 0 bytes per second"),
+            ("\"64M\"", "\"fast\"", "not a size"),
             ("\"1G\"", "\"3G\"", "power of two"),
             ("\"1G\"", "\"much\"", "not a size"),
             ("\"1G\"", "7", "expected a string"),

@@ -7,10 +7,12 @@
 //! delivery.
 
 pub(crate) mod network;
+mod rate;
 mod sa;
 mod transit;
 
 use std::fmt;
+use std::num::NonZeroU64;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -59,6 +61,9 @@ pub struct PortConfig {
     pub guid: u64,
     /// Name of the switch that the port is connected to.
     pub switch: String,
+    /// Rate of the port's link in each direction, in bytes of packets with their headers. `None` means that a packet takes
+    /// no time.
+    pub bytes_per_second: Option<NonZeroU64>,
 }
 
 /// Faults to inject on a link, in both directions.
@@ -97,7 +102,7 @@ pub struct LinkCounters {
 }
 
 /// Packets that arrive together. They count as in flight until they are processed.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Burst {
     pub(crate) packets: Vec<Packet>,
     pub(crate) in_flight: Option<InFlight>,
@@ -122,7 +127,7 @@ pub struct Fabric {
 
 struct Inner {
     network: Mutex<Network>,
-    /// Signaled when packets are delayed and when a handle of the fabric is dropped.
+    /// Signaled when the next packet is due earlier, and when a handle of the fabric is dropped.
     changed: Condvar,
     /// Time 0 of the fabric.
     start: Instant,
@@ -264,13 +269,17 @@ impl Port {
 
     /// Sends packets in order, without waiting. The caller checks [`has_space`](Self::has_space) first.
     pub fn send(&self, packets: Vec<Packet>) {
-        let delayed = {
+        let is_earlier = {
             let mut network = self.inner.network();
+            let now = self.inner.start.elapsed();
+            // Packets that are due came first, also if the timer's thread is late.
+            network.deliver_due(now);
             let before = network.next_due();
-            network.send(self.lid, packets, self.inner.start.elapsed());
-            before != network.next_due()
+            network.send(self.lid, packets, now);
+            let due = network.next_due();
+            due.is_some_and(|due| before.is_none_or(|before| due < before))
         };
-        if delayed {
+        if is_earlier {
             self.inner.timer.get_or_init(|| start_timer(&self.inner));
             self.inner.changed.notify_all();
         }
@@ -279,7 +288,10 @@ impl Port {
     /// Returns whether the path to a LID accepts packets. After `false`, [`Delivery::PathReady`] arrives when the path
     /// accepts packets again.
     pub fn has_space(&self, dlid: u16) -> bool {
-        self.inner.network().has_space(self.lid, dlid)
+        // Read with the lock held, so that the times of all calls are in order.
+        let mut network = self.inner.network();
+        let now = self.inner.start.elapsed();
+        network.has_space(self.lid, dlid, now)
     }
 
     /// Returns whether packets between this port and a LID, in either direction, are in flight or being processed.

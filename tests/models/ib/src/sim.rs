@@ -9,10 +9,12 @@ mod faults;
 mod large;
 mod links;
 mod random;
+mod rates;
 mod shared;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::num::NonZeroU64;
 use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -214,7 +216,7 @@ impl Host for TestHost {
     }
 
     fn has_space(&mut self, dlid: u16) -> bool {
-        self.network.borrow_mut().has_space(self.lid, dlid)
+        self.network.borrow_mut().has_space(self.lid, dlid, self.now.get())
     }
 
     fn in_flight(&mut self, dlid: u16) -> bool {
@@ -255,17 +257,24 @@ impl Simulation {
 
     /// Creates one adapter for each entry of `switches`.
     fn on(topology: &Topology, switches: &[&str], memory: usize, seed: u64) -> Self {
+        let ports: Vec<_> = switches.iter().map(|switch| (*switch, None)).collect();
+        Self::with_ports(topology, &ports, memory, seed)
+    }
+
+    /// Creates one adapter for each entry of `ports`, which has the port's switch and the rate of its link.
+    fn with_ports(topology: &Topology, ports: &[(&str, Option<u64>)], memory: usize, seed: u64) -> Self {
         let now = Rc::new(Cell::new(Duration::from_secs(1)));
         let network = Rc::new(RefCell::new(Network::new(topology, seed).unwrap()));
-        let nodes = switches
+        let nodes = ports
             .iter()
             .enumerate()
-            .map(|(i, switch)| {
+            .map(|(i, (switch, rate))| {
                 let (sender, inbox) = mpsc::channel();
                 let config = PortConfig {
                     name: format!("port {i}"),
                     guid: 0x1234_0000 + i as u64,
                     switch: switch.to_string(),
+                    bytes_per_second: rate.map(|rate| NonZeroU64::new(rate).unwrap()),
                 };
                 let deliver = Arc::new(move |delivery| drop(sender.send(delivery)));
                 let (lid, gid) = network.borrow_mut().join(&config, deliver).unwrap();

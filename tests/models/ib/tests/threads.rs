@@ -5,6 +5,7 @@
 #[path = "../examples/write/adapter.rs"]
 mod adapter;
 
+use std::num::NonZeroU64;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -71,8 +72,9 @@ struct Running {
     thread: JoinHandle<(Engine, Vec<u8>)>,
 }
 
-/// Creates two adapters on one switch, with connected queue pairs. `faults` apply to the link of the first adapter.
-fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Running; 2] {
+/// Creates two adapters on one switch, with connected queue pairs. `faults` apply to the link of the first adapter, and the
+/// rate to both links.
+fn pair(bytes: [Vec<u8>; 2], faults: Faults, bytes_per_second: Option<NonZeroU64>) -> [Running; 2] {
     let topology = Topology {
         switches: vec!["sw".into()],
         links: Vec::new(),
@@ -87,6 +89,7 @@ fn pair(bytes: [Vec<u8>; 2], faults: Faults) -> [Running; 2] {
             name: format!("port {i}"),
             guid: 100 + i,
             switch: "sw".into(),
+            bytes_per_second,
         };
         let port = fabric
             .join(&config, move |delivery| drop(deliver.send(Message::Delivery(delivery))))
@@ -149,7 +152,7 @@ fn data_is_correct_over_lossy_link() {
         duplicate: 0.001,
         ..Faults::default()
     };
-    let adapters = pair([memory(1), memory(2)], faults);
+    let adapters = pair([memory(1), memory(2)], faults, None);
     let chunk = 100_000;
     let count = half as u64 / chunk;
     for (i, adapter) in adapters.iter().enumerate() {
@@ -183,7 +186,7 @@ fn data_is_correct_over_lossy_link() {
 fn throughput_of_large_messages() {
     const MESSAGE: u32 = 1 << 20;
     const MESSAGES: u64 = 1024;
-    let adapters = pair([pattern(16 << 20, 1), vec![0; 16 << 20]], Faults::default());
+    let adapters = pair([pattern(16 << 20, 1), vec![0; 16 << 20]], Faults::default(), None);
     for (name, base) in [("write", 0), ("read", MESSAGES)] {
         let begin = Instant::now();
         let all = (0..MESSAGES).map(|i| {
@@ -200,6 +203,34 @@ fn throughput_of_large_messages() {
         let gib = MESSAGES as f64 * f64::from(MESSAGE) / f64::from(1 << 30);
         println!("{name}: {:.2} GiB/s", gib / begin.elapsed().as_secs_f64());
     }
+    let [(first, source), (_, target)] = stop(adapters);
+    assert_eq!(source, target);
+    assert_eq!((first.counters().timeouts, first.counters().retransmissions), (0, 0));
+}
+
+/// Prints the throughput of links with a rate with `cargo test -p p2pmem-ib -- --nocapture`. Checks that the links are never
+/// faster than their rate. How much slower the threads of a loaded machine make them is not checked.
+#[test]
+fn links_with_a_rate_are_not_faster() {
+    const MESSAGE: u32 = 1 << 20;
+    const MESSAGES: u64 = 64;
+    const RATE: u64 = 64 << 20;
+    let adapters = pair(
+        [pattern(16 << 20, 1), vec![0; 16 << 20]],
+        Faults::default(),
+        NonZeroU64::new(RATE),
+    );
+    let begin = Instant::now();
+    let all = (0..MESSAGES).map(|i| {
+        let address = (i % 16) * u64::from(MESSAGE);
+        let remote = Remote { address, key: 1 };
+        work(i, SendOp::Write { remote, imm: None }, address, MESSAGE)
+    });
+    adapters[0].inbox.send(Message::Work(all.collect())).unwrap();
+    expect(&adapters[0], 0..MESSAGES);
+    let rate = MESSAGES as f64 * f64::from(MESSAGE) / begin.elapsed().as_secs_f64();
+    println!("{:.1} % of the rate", 100.0 * rate / RATE as f64);
+    assert!(rate < RATE as f64, "{rate} bytes/s");
     let [(first, source), (_, target)] = stop(adapters);
     assert_eq!(source, target);
     assert_eq!((first.counters().timeouts, first.counters().retransmissions), (0, 0));

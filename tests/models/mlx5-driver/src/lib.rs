@@ -108,6 +108,7 @@ impl Driver {
             name: name.to_owned(),
             guid,
             switch: "sw".to_owned(),
+            bytes_per_second: None,
             speed: LinkSpeed::Gen4,
             lanes: 16,
         };

@@ -43,6 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             name: format!("mlx5-{number}"),
             guid: FIRST_GUID + number as u64,
             switch: "sw".to_owned(),
+            bytes_per_second: None,
             speed: LinkSpeed::Gen4,
             lanes: 16,
         };

@@ -3,6 +3,7 @@
 //! The adapter as a PCI function of the emulator, and the [`Handle`] for control from outside of the guest.
 
 use std::io;
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Duration;
@@ -39,6 +40,8 @@ pub struct Settings {
     pub guid: u64,
     /// Name of the switch that the port connects to.
     pub switch: String,
+    /// Rate of the port's network link in each direction. `None` means that a packet takes no time.
+    pub bytes_per_second: Option<NonZeroU64>,
     /// Negotiated speed of the PCIe link.
     pub speed: LinkSpeed,
     /// Negotiated width of the PCIe link, in lanes.
@@ -240,6 +243,7 @@ impl Nic {
             name: settings.name.clone(),
             guid: settings.guid,
             switch: settings.switch,
+            bytes_per_second: settings.bytes_per_second,
         };
         let deliver = {
             let inboxes = Arc::clone(&inboxes);

@@ -69,6 +69,7 @@ fn nic(node: &str, settings: &config::Nic, subnet: &Fabric, peers: &Peers) -> Re
         name: name.clone(),
         guid: settings.guid(),
         switch: settings.switch.clone(),
+        bytes_per_second: settings.bytes_per_second,
         speed: pcie.speed,
         lanes: pcie.lanes,
     };

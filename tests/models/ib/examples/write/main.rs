@@ -32,6 +32,7 @@ impl Node {
             name: name.to_owned(),
             guid,
             switch: "sw".to_owned(),
+            bytes_per_second: None,
         };
         // Fails only if the receiver was dropped: no delivery is expected then.
         let port = fabric.join(&config, move |delivery| drop(sender.send(delivery)))?;

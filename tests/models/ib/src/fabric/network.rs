@@ -1,7 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The subnet without threads and without a clock: ports, switches, links, routes, and the faults of links. The caller
-//! passes the time.
+//! The subnet without threads and without a clock: ports, switches, links, routes, and the rates and faults of links. The
+//! caller passes the time.
+//!
+//! A packet on links with rates is in the queue of delayed packets at up to three [places](Place), one after another: on the
+//! sender's link, in the switches if a fault delays it, and on the receiver's link. A switch forwards a packet when it
+//! has arrived completely. Packets are handled in the order of their times, so the packets of several senders share the
+//! receiver's link in the order in which they arrive at its switch.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,6 +14,7 @@ use std::time::Duration;
 
 use tracing::{debug, info};
 
+use super::rate::Transmitter;
 use super::sa::{PortRecord, SubnetAdministrator};
 use super::transit::{Deliver, PortPath};
 use super::{Burst, Delivery, Faults, LinkCounters, PortConfig, Topology, TopologyError};
@@ -28,7 +34,14 @@ struct Link {
     packets_seen: u64,
     counters: LinkCounters,
     random: Random,
+    /// The two directions of a port's link, if it has a rate: [`TO_SWITCH`] and [`TO_PORT`].
+    transmitters: Option<[Transmitter; 2]>,
 }
+
+/// The direction of a port's link from the port.
+const TO_SWITCH: usize = 0;
+/// The direction of a port's link to the port.
+const TO_PORT: usize = 1;
 
 /// A port that joined the subnet.
 struct SubnetPort {
@@ -44,6 +57,17 @@ struct Delayed {
     from: u16,
     to: u16,
     burst: Burst,
+    place: Place,
+}
+
+/// Where a delayed burst is until it is due.
+enum Place {
+    /// On the sender's link, which has a rate. The links delay it by this time afterwards.
+    SenderLink(Duration),
+    /// Between the links of the two ports.
+    Switches,
+    /// On the receiver's link, which has a rate.
+    ReceiverLink,
 }
 
 /// Accumulated effects of all links on the route of a packet.
@@ -62,7 +86,7 @@ pub(crate) struct Network {
     ports: BTreeMap<u16, SubnetPort>,
     paths: HashMap<(u16, u16), Arc<PortPath>>,
     delayed: BTreeMap<(Duration, u64), Delayed>,
-    /// For each pair of ports with delayed bursts: their number, and when the last one is due.
+    /// For each pair of ports with bursts in [`Place::Switches`]: their number, and when the last one is due.
     last_due: HashMap<(u16, u16), (usize, Duration)>,
     sequence: u64,
     sa: SubnetAdministrator,
@@ -125,6 +149,7 @@ impl Network {
             packets_seen: 0,
             counters: LinkCounters::default(),
             random,
+            transmitters: None,
         };
         self.links.insert(number, link);
         number
@@ -177,6 +202,10 @@ impl Network {
             .find(|lid| !self.ports.contains_key(lid))
             .ok_or(TopologyError::NoLid)?;
         let link = self.add_link((switch, switch));
+        if let Some(link) = self.links.get_mut(&link) {
+            let rate = config.bytes_per_second;
+            link.transmitters = rate.map(|rate| [Transmitter::new(rate), Transmitter::new(rate)]);
+        }
         info!(port = config.name, lid, %gid, switch = config.switch, "port joined the subnet");
         self.ports.insert(
             lid,
@@ -197,9 +226,13 @@ impl Network {
             return;
         };
         info!(port = port.name, lid, "port removed from the subnet");
-        self.links.remove(&port.link);
+        if let Some(link) = self.links.remove(&port.link) {
+            for mut transmitter in link.transmitters.into_iter().flatten() {
+                self.wake(transmitter.take_waiting());
+            }
+        }
         self.sa.remove(lid);
-        self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+        self.drop_delayed(lid);
         self.paths.retain(|(from, to), _| *from != lid && *to != lid);
     }
 
@@ -228,7 +261,11 @@ impl Network {
         if link.set_up(up) {
             info!(lid, up, "link state changed");
             if !up {
-                self.drop_delayed(|delayed| delayed.from == lid || delayed.to == lid);
+                self.drop_delayed(lid);
+                for direction in [TO_SWITCH, TO_PORT] {
+                    let waiting = self.transmitter(lid, direction).map(Transmitter::clear);
+                    self.wake(waiting.unwrap_or_default());
+                }
             }
             if let Some(port) = self.ports.get(&lid) {
                 (port.deliver)(Delivery::Link(up));
@@ -256,25 +293,55 @@ impl Network {
         Ok(counters)
     }
 
-    /// Drops delayed bursts whose link went down or whose port was removed.
-    fn drop_delayed(&mut self, is_gone: impl Fn(&Delayed) -> bool) {
-        let gone: Vec<_> = self
+    /// Drops the delayed bursts from and to a port that was removed or whose link went down. Bursts on the link of another port
+    /// keep their time on this link, without their packets.
+    fn drop_delayed(&mut self, lid: u16) {
+        let concerned = |delayed: &Delayed| delayed.from == lid || delayed.to == lid;
+        let keys: Vec<_> = self
             .delayed
             .iter()
-            .filter(|(_, delayed)| is_gone(delayed))
+            .filter(|(_, delayed)| concerned(delayed))
             .map(|(key, _)| *key)
             .collect();
-        for key in gone {
-            if let Some(delayed) = self.delayed.remove(&key) {
-                self.count_delayed_out(delayed.from, delayed.to);
-                let dropped = delayed.burst.packets.len() as u64;
-                for lid in [delayed.from, delayed.to] {
-                    if let Some(link) = self.port_link(lid) {
-                        link.counters.dropped += dropped;
-                    }
+        for key in keys {
+            let Some(delayed) = self.delayed.get_mut(&key) else {
+                continue;
+            };
+            let (from, to) = (delayed.from, delayed.to);
+            let dropped = delayed.burst.packets.len() as u64;
+            match delayed.place {
+                Place::SenderLink(_) if from != lid => delayed.burst = Burst::default(),
+                Place::ReceiverLink if to != lid => delayed.burst = Burst::default(),
+                Place::SenderLink(_) | Place::ReceiverLink => drop(self.delayed.remove(&key)),
+                Place::Switches => {
+                    self.delayed.remove(&key);
+                    self.count_delayed_out(from, to);
+                }
+            }
+            for lid in [from, to] {
+                if let Some(link) = self.port_link(lid) {
+                    link.counters.dropped += dropped;
                 }
             }
         }
+    }
+
+    /// Tells ports that a link for which they waited accepts packets again.
+    fn wake(&self, lids: BTreeSet<u16>) {
+        for port in lids.iter().filter_map(|lid| self.ports.get(lid)) {
+            (port.deliver)(Delivery::PathReady);
+        }
+    }
+
+    /// Returns one direction of a port's link, if the link has a rate.
+    fn transmitter(&mut self, lid: u16, direction: usize) -> Option<&mut Transmitter> {
+        self.port_link(lid)?.transmitters.as_mut()?.get_mut(direction)
+    }
+
+    /// Handles that a packet left one direction of a port's link at the time `at`.
+    fn left_link(&mut self, lid: u16, direction: usize, at: Duration) {
+        let ready = self.transmitter(lid, direction).map(|link| link.take_ready(at));
+        self.wake(ready.unwrap_or_default());
     }
 
     fn count_delayed_out(&mut self, from: u16, to: u16) {
@@ -298,8 +365,15 @@ impl Network {
         Some(path)
     }
 
-    pub(crate) fn has_space(&mut self, from: u16, to: u16) -> bool {
-        self.paths.get(&(from, to)).is_none_or(|path| path.has_space())
+    pub(crate) fn has_space(&mut self, from: u16, to: u16, now: Duration) -> bool {
+        let mut has_space = self.paths.get(&(from, to)).is_none_or(|path| path.has_space());
+        if from != to {
+            for (lid, direction) in [(from, TO_SWITCH), (to, TO_PORT)] {
+                let link = self.transmitter(lid, direction);
+                has_space &= link.is_none_or(|link| link.has_space(from, now));
+            }
+        }
+        has_space
     }
 
     pub(crate) fn in_flight(&self, a: u16, b: u16) -> bool {
@@ -313,15 +387,34 @@ impl Network {
         self.delayed.first_key_value().map(|((due, _), _)| *due)
     }
 
-    /// Delivers the delayed bursts that are due.
+    /// Advances the delayed bursts that are due, up to their delivery. What happens at a time in the past has the effects
+    /// that it would have had in time.
     pub(crate) fn deliver_due(&mut self, now: Duration) {
         while let Some(entry) = self.delayed.first_entry() {
-            if entry.key().0 > now {
+            let (due, _) = *entry.key();
+            if due > now {
                 break;
             }
-            let Delayed { from, to, burst } = entry.remove();
-            self.count_delayed_out(from, to);
-            self.deliver(to, burst);
+            let Delayed { from, to, burst, place } = entry.remove();
+            match place {
+                Place::SenderLink(delay) => {
+                    self.left_link(from, TO_SWITCH, due);
+                    // The packets of an empty burst were dropped.
+                    if !burst.packets.is_empty() {
+                        self.cross_switches(from, to, delay, burst, due);
+                    }
+                }
+                Place::Switches => {
+                    self.count_delayed_out(from, to);
+                    self.send_to_port(from, to, burst, due);
+                }
+                Place::ReceiverLink => {
+                    self.left_link(to, TO_PORT, due);
+                    if !burst.packets.is_empty() {
+                        self.deliver(to, burst);
+                    }
+                }
+            }
         }
     }
 
@@ -431,23 +524,69 @@ impl Network {
         Some(effects)
     }
 
+    /// Sends packets that no link loses from one port to another. A multicast packet takes time on the sender's link for
+    /// each receiver.
     fn forward(&mut self, from: u16, to: u16, delay: Duration, packets: Vec<Packet>, now: Duration) {
-        let Some(path) = self.path(from, to) else { return };
-        let in_flight = path.enqueue(packets.len());
-        let burst = Burst {
-            packets,
-            in_flight: Some(in_flight),
+        let Some(path) = self.path(from, to).cloned() else {
+            return;
         };
+        let burst = |packets: Vec<Packet>| Burst {
+            in_flight: Some(path.enqueue(packets.len())),
+            packets,
+        };
+        // Packets to the own port do not use the link.
+        if from == to || self.transmitter(from, TO_SWITCH).is_none() {
+            return self.cross_switches(from, to, delay, burst(packets), now);
+        }
+        for packet in packets {
+            if let Some(link) = self.transmitter(from, TO_SWITCH) {
+                let due = link.send(now, packet.wire_bytes());
+                self.delay(due, from, to, burst(vec![packet]), Place::SenderLink(delay));
+            }
+        }
+    }
+
+    /// Adds a burst to the delayed ones.
+    fn delay(&mut self, due: Duration, from: u16, to: u16, burst: Burst, place: Place) {
+        self.sequence += 1;
+        let delayed = Delayed { from, to, burst, place };
+        self.delayed.insert((due, self.sequence), delayed);
+    }
+
+    /// Takes a burst that left the sender's link at the time `at` to the receiver's link.
+    fn cross_switches(&mut self, from: u16, to: u16, delay: Duration, burst: Burst, at: Duration) {
         // Delayed bursts are not overtaken.
         let before = self.last_due.get(&(from, to)).copied();
         if delay.is_zero() && before.is_none() {
-            return self.deliver(to, burst);
+            return self.send_to_port(from, to, burst, at);
         }
         let (count, last) = before.unwrap_or_default();
-        let due = last.max(now + delay);
+        let due = last.max(at + delay);
         self.last_due.insert((from, to), (count + 1, due));
-        self.sequence += 1;
-        self.delayed.insert((due, self.sequence), Delayed { from, to, burst });
+        self.delay(due, from, to, burst, Place::Switches);
+    }
+
+    /// Takes a burst that reached the receiver's link at the time `at` over this link.
+    fn send_to_port(&mut self, from: u16, to: u16, burst: Burst, at: Duration) {
+        if from == to || self.transmitter(to, TO_PORT).is_none() {
+            return self.deliver(to, burst);
+        }
+        let Some(path) = self.path(from, to).cloned() else {
+            return;
+        };
+        let Burst { packets, in_flight } = burst;
+        for packet in packets {
+            if let Some(link) = self.transmitter(to, TO_PORT) {
+                let due = link.send(at, packet.wire_bytes());
+                let burst = Burst {
+                    packets: vec![packet],
+                    in_flight: Some(path.enqueue(1)),
+                };
+                self.delay(due, from, to, burst, Place::ReceiverLink);
+            }
+        }
+        // Dropped only now, so that the path is never idle in between.
+        drop(in_flight);
     }
 
     /// Handles a packet for the subnet manager.

@@ -11,16 +11,16 @@ fn pair() -> Simulation {
     sim
 }
 
-fn faults(sim: &Simulation, node: usize, faults: Faults) {
+pub(super) fn faults(sim: &Simulation, node: usize, faults: Faults) {
     sim.network.borrow_mut().set_faults(sim.lid(node), faults);
 }
 
-fn counters(sim: &Simulation, node: usize) -> LinkCounters {
+pub(super) fn counters(sim: &Simulation, node: usize) -> LinkCounters {
     sim.network.borrow_mut().counters(sim.lid(node))
 }
 
 /// Posts every operation of a connection on node 0. [`verify_mixed_work`] checks the results.
-fn post_mixed_work(sim: &mut Simulation) {
+pub(super) fn post_mixed_work(sim: &mut Simulation) {
     sim.fill(0, 0, 20_000, 1);
     sim.fill(1, 40_000, 20_000, 2);
     let remote = |address| Remote { address, key: ALL_KEY };
@@ -71,7 +71,7 @@ fn post_mixed_work(sim: &mut Simulation) {
     }
 }
 
-fn verify_mixed_work(sim: &Simulation) {
+pub(super) fn verify_mixed_work(sim: &Simulation) {
     assert_eq!(sim.sends(0), ok(0..9));
     let received: Vec<_> = sim
         .received(1)
@@ -309,6 +309,7 @@ fn ports_get_lids_and_names_are_unique() {
         name: name.into(),
         guid,
         switch: switch.into(),
+        bytes_per_second: None,
     };
     let (first, gid) = network.join(&config("p", 0x0102, "a"), deliver()).unwrap();
     assert_eq!(first, 2);

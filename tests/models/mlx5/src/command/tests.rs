@@ -24,6 +24,7 @@ fn model() -> TransportWorker {
         name: "nic".to_owned(),
         guid: 0x10,
         switch: "sw".to_owned(),
+        bytes_per_second: None,
     };
     let port = Fabric::new(&topology, 1).unwrap().join(&config, drop).unwrap();
     let identity = Identity {
