@@ -71,6 +71,10 @@ demo-async-short: modules user testbed ## run demo-async with a quarter of its i
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-async --module $(P2PMEM_MODULE) --report $(reports)/async-short.json --page $(reports)/async-short.html --shorter 4
 
+demo-recorder: modules user testbed ## + run the demo of the recorder: accelerator to drives and back by one and two ports, beside the links' rates
+	@mkdir -p $(reports)
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo-recorder --module $(P2PMEM_MODULE) --report $(reports)/recorder.json --crashes $(reports)/recorder-crashes.json
+
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests
 
@@ -222,5 +226,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-async demo-async-short demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-async demo-async-short demo-recorder demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

@@ -91,6 +91,10 @@ pub struct ServeArgs {
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(2..=256))]
     pub buffers: u32,
 
+    /// End after this number of sessions [default: serve until a signal]
+    #[arg(long, value_name = "N")]
+    pub sessions: Option<u64>,
+
     /// Longest wait for a program or a drive.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub timeout: Duration,

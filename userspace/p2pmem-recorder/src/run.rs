@@ -97,7 +97,7 @@ fn run_serve(args: &ServeArgs, out: &mut dyn Write) -> Result<()> {
     ctrlc::set_handler(move || stopping.shut_down()).context("cannot catch signals")?;
     writeln!(out, "serving on {}", listener.local_addr()?)?;
     out.flush()?;
-    serve(&node, &listener, &token, &ports)?;
+    serve(&node, &listener, &token, &ports, args.sessions)?;
     Ok(())
 }
 

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem::{AttachOptions, Attachment, Buffer, Device, Mapping};
+use p2pmem::{AttachOptions, Attachment, Device};
 use p2pmem_accel_regs::driver::{self, Accel, Ring, RingMemory, RingOptions};
 use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Op, TIMESTAMP_SIZE};
@@ -17,33 +17,6 @@ use p2pmem_async::endpoint::Endpoint;
 use p2pmem_async::region::{Region, RegionKind, Target};
 
 use crate::hardware::{AccelMemory, Hardware};
-
-/// A buffer of p2pmem in the accelerator, as the memory of rings.
-#[derive(Debug)]
-struct RingBuffer {
-    mapping: Mapping,
-    /// Offset of the buffer in the accelerator's memory.
-    base: u64,
-}
-
-impl RingBuffer {
-    fn at(&self, offset: u64) -> Result<usize, driver::Error> {
-        let at = offset.checked_sub(self.base).ok_or(driver::Error::OutOfBounds)?;
-        usize::try_from(at).map_err(|_| driver::Error::OutOfBounds)
-    }
-}
-
-impl RingMemory for RingBuffer {
-    fn write(&self, offset: u64, data: &[u8]) -> Result<(), driver::Error> {
-        let written = self.mapping.copy_from_slice(self.at(offset)?, data);
-        written.map_err(|_| driver::Error::OutOfBounds)
-    }
-
-    fn load64(&self, offset: u64) -> Result<u64, driver::Error> {
-        let word = self.mapping.read(self.at(offset)?);
-        word.map(u64::from_le).map_err(|_| driver::Error::OutOfBounds)
-    }
-}
 
 /// Entries of the ring that a program became.
 struct Submitted {
@@ -77,9 +50,8 @@ impl Submitted {
 
 /// Executes byte code in the accelerator.
 pub struct AccelExecutor {
-    ring: Ring<Arc<Accel>, RingBuffer>,
+    ring: Ring<Arc<Accel>, AccelMemory>,
     /// The memory of the ring.
-    buffer: Buffer,
     /// Where the device writes timestamps: an offset in its memory.
     clock: u64,
     /// Places and lengths of regions, by the regions' numbers.
@@ -158,19 +130,14 @@ impl AccelExecutor {
     /// Those of the allocation and of the ring.
     pub fn new(hardware: &Hardware, number: u32, entries: u32, limit: Duration) -> Result<Self> {
         let area = RingOptions::area(entries);
-        let AccelMemory {
-            mapping,
-            buffer,
-            offset: base,
-        } = hardware.memory(area + TIMESTAMP_SIZE).context("memory for the ring")?;
-        let memory = RingBuffer { mapping, base };
+        let memory = hardware.memory(area + TIMESTAMP_SIZE).context("memory for the ring")?;
+        let base = memory.offset;
         let options = RingOptions {
             poll_limit: limit,
             ..RingOptions::new(base, entries)
         };
         Ok(Self {
             ring: Ring::new(hardware.accel.clone(), number, memory, options)?,
-            buffer,
             clock: base + area,
             places: Vec::new(),
             entries: Vec::new(),
@@ -209,7 +176,7 @@ impl AccelExecutor {
         let doorbell = endpoint.export_doorbell().context("exporting the doorbell page")?;
         // The provider is the accelerator's own function.
         let attachment = device
-            .attach(self.buffer.provider(), &doorbell, AttachOptions::new())
+            .attach(self.ring.memory().buffer.provider(), &doorbell, AttachOptions::new())
             .context("attaching the accelerator to the doorbell page")?;
         let address = attachment.address(0, 4096).context("the doorbell page is in pieces")?;
         for region in endpoint.regions() {

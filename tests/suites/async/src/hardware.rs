@@ -8,11 +8,10 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use p2pmem::rdma::Nic;
 use p2pmem::{Buffer, Client, Device, Mapping, Request};
-use p2pmem_accel_regs::driver::Accel;
+use p2pmem_accel_regs::driver::{self, Accel, RingMemory};
+use p2pmem_accel_regs::ring;
 use p2pmem_async::memory::MemorySource;
 
-/// Rings of the accelerator that programs of this crate use.
-const RINGS: u32 = 3;
 /// The time limit for the end of a ring's entry in progress.
 const RING_LIMIT: Duration = Duration::from_secs(10);
 
@@ -50,7 +49,7 @@ impl Hardware {
             .with_context(|| format!("the memory of {accel} is not published"))?
             .id;
         let accel = Arc::new(Accel::open(accel)?);
-        for ring in 0..RINGS {
+        for ring in 0..ring::COUNT {
             accel.disable_ring(ring, RING_LIMIT)?;
         }
         Ok(Self {
@@ -109,4 +108,23 @@ pub struct AccelMemory {
     pub buffer: Buffer,
     /// Offset in the accelerator's memory.
     pub offset: u64,
+}
+
+impl AccelMemory {
+    fn at(&self, offset: u64) -> Result<usize, driver::Error> {
+        let at = offset.checked_sub(self.offset).ok_or(driver::Error::OutOfBounds)?;
+        usize::try_from(at).map_err(|_| driver::Error::OutOfBounds)
+    }
+}
+
+impl RingMemory for AccelMemory {
+    fn write(&self, offset: u64, data: &[u8]) -> Result<(), driver::Error> {
+        let written = self.mapping.copy_from_slice(self.at(offset)?, data);
+        written.map_err(|_| driver::Error::OutOfBounds)
+    }
+
+    fn load64(&self, offset: u64) -> Result<u64, driver::Error> {
+        let word = self.mapping.read(self.at(offset)?);
+        word.map(u64::from_le).map_err(|_| driver::Error::OutOfBounds)
+    }
 }

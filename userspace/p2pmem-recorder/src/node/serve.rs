@@ -55,16 +55,23 @@ pub(super) struct Ended {
     pub(super) blocks: u64,
 }
 
-/// Serves connections until [`Node::shut_down`]. Sessions that run then end within their next step.
+/// Serves connections until [`Node::shut_down`], or until `sessions` sessions have ended. Sessions that run at a shutdown end
+/// within their next step.
 ///
 /// # Errors
 ///
 /// The listener fails.
-pub fn serve(node: &Arc<Node>, listener: &TcpListener, token: &Token, ports: &[Port]) -> io::Result<()> {
+pub fn serve(
+    node: &Arc<Node>,
+    listener: &TcpListener,
+    token: &Token,
+    ports: &[Port],
+    sessions: Option<u64>,
+) -> io::Result<()> {
     listener.set_nonblocking(true)?;
     let open = AtomicUsize::new(0);
     thread::scope(|scope| {
-        while !node.is_stopping() {
+        while !node.is_stopping() && sessions.is_none_or(|most| node.sessions.ended() < most) {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {

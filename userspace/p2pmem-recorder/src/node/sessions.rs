@@ -140,6 +140,16 @@ impl Sessions {
         SessionHandle { entry }
     }
 
+    /// Returns the number of sessions that have ended.
+    pub(super) fn ended(&self) -> u64 {
+        let table = locked(&self.table);
+        let running = table
+            .entries
+            .values()
+            .filter(|entry| entry.running.load(Ordering::Acquire));
+        table.next - running.count() as u64
+    }
+
     pub(super) fn stop(&self, id: u64) -> bool {
         let table = locked(&self.table);
         let entry = table

@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The recorder between two guests: an accelerator node records by one and by two ports on the drives of a storage node, and plays
+//! back. Reports rates beside those of the links, and bytes of host memory.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use clap::Parser;
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+use p2pmem_guest::devices::{self, Devices};
+use p2pmem_guest::wire::Listen;
+use p2pmem_recorder_suite::measured::Session;
+use p2pmem_recorder_suite::report::{Direction, HostBytes, Report, Row, Verified};
+use p2pmem_vm::cluster::Cluster;
+use p2pmem_vm::command::{Command, Outcome, Status};
+use p2pmem_vm::counters::difference;
+use p2pmem_vm::kernel;
+use p2pmem_vm::qemu::utf8;
+use p2pmem_vm::topology::Layout;
+use p2pmem_vm::vm::{Options, sibling, tool, topologies};
+use serde_json::Value;
+
+/// The accelerator node and the storage node.
+const NODES: [&str; 2] = ["a", "b"];
+/// The NICs of each node.
+const NICS: [&str; 2] = ["nic0", "nic1"];
+/// The first TCP port of perftest. Each NIC has its own.
+const PERFTEST_PORT: u16 = 18515;
+/// The TCP port of the recorder.
+const RECORDER_PORT: u16 = 18700;
+/// The time limit of a short command, and of a transfer.
+const SHORT_LIMIT: Duration = Duration::from_secs(60);
+const LONG_LIMIT: Duration = Duration::from_secs(180);
+/// Bytes of a block, as in the paper that the recorder follows.
+const BLOCK: u64 = 1 << 20;
+/// Folders of the storage node's drives.
+const DRIVES: &str = "/run/recorder/nvme0,/run/recorder/nvme1";
+const TOKEN: &str = "/run/recorder.token";
+
+/// Records from an accelerator to the drives of another node, and plays back.
+///
+/// Exit codes: 0 all aims are met, 1 one is not or something failed, 2 bad usage.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// The module, for the stock kernel
+    #[arg(long, value_name = "PATH")]
+    module: PathBuf,
+    /// Where the report goes, as JSON
+    #[arg(long, value_name = "PATH")]
+    report: PathBuf,
+    /// The report of the rounds of crashes, which becomes a part of this one
+    #[arg(long, value_name = "PATH")]
+    crashes: Option<PathBuf>,
+    /// Blocks of 1 MiB that each session transfers
+    #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=128))]
+    blocks: u64,
+}
+
+struct Bed {
+    cluster: Cluster,
+    devices: Vec<Devices>,
+    findings: Vec<String>,
+    blocks: u64,
+}
+
+impl Bed {
+    /// Checks the outcome of a command. Returns its standard output.
+    fn check_outcome(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
+        self.findings
+            .extend(outcome.findings.iter().map(|line| format!("{name}: {line}")));
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
+        ensure!(
+            outcome.status == (Status::Exited { code: 0 }),
+            "{name}# {}: {:?}\n{}\n{}",
+            command.argv.join(" "),
+            outcome.status,
+            text(&outcome.stdout),
+            text(&outcome.stderr)
+        );
+        Ok(text(&outcome.stdout))
+    }
+
+    fn run(&mut self, name: &str, argv: &[&str], limit: Duration) -> Result<String> {
+        let command = Command::new(argv.iter().copied()).limit(limit);
+        let outcome = self.cluster.exec(name, &command)?;
+        self.check_outcome(name, &command, outcome)
+    }
+
+    fn shell(&mut self, name: &str, script: &str) -> Result<String> {
+        self.run(name, &["bash", "-c", script], SHORT_LIMIT)
+    }
+
+    /// Returns the name of a NIC's RDMA device.
+    fn nic(&self, node: usize, nic: u32) -> Result<String> {
+        let name = NICS[nic as usize];
+        let device = self.devices[node]
+            .get(name)
+            .with_context(|| format!("no device {name}"))?;
+        device
+            .rdma
+            .clone()
+            .context("no driver has made an RDMA device of the NIC")
+    }
+
+    fn nics(&self, node: usize, nics: &[u32]) -> Result<String> {
+        let names: Vec<String> = nics.iter().map(|nic| self.nic(node, *nic)).collect::<Result<_>>()?;
+        Ok(names.join(","))
+    }
+
+    /// Measures what the links of these NICs do at the same time, by perftest. Returns MB/s of each.
+    fn link_rates(&mut self, program: &str, nics: &[u32]) -> Result<Vec<f64>> {
+        let script = |node: usize, peer: &str| -> Result<String> {
+            let mut script = "set -e\npids=()\n".to_owned();
+            for nic in nics {
+                let port = PERFTEST_PORT + *nic as u16;
+                script += &format!(
+                    "{program} -F -d {} -p {port} -s {BLOCK} -n {} --report_gbits {peer} >/run/perftest.{nic} & pids+=($!)\n",
+                    self.nic(node, *nic)?,
+                    self.blocks
+                );
+            }
+            script += "for pid in \"${pids[@]}\"; do wait \"$pid\"; done\n";
+            for nic in nics {
+                script += &format!("awk '$1 == {BLOCK} && NF >= 4 {{ print $4 }}' /run/perftest.{nic}\n");
+            }
+            Ok(script)
+        };
+        let (listen, server) = (PERFTEST_PORT + nics[nics.len() - 1] as u16, script(1, "")?);
+        let client = script(0, "\"$P2PMEM_ADDR_B\"")?;
+        let server = Command::new(["bash", "-c", &server])
+            .limit(LONG_LIMIT)
+            .listen(Listen::Tcp(listen));
+        let client = Command::new(["bash", "-c", &client]).limit(LONG_LIMIT);
+        let served = self
+            .cluster
+            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
+        let second = self.check_outcome(NODES[1], &server, served.server);
+        let Some(first) = served.client else {
+            bail!("perftest did not listen: {:?}", second.err());
+        };
+        let text = self.check_outcome(NODES[0], &client, first)?;
+        second?;
+        // The average rate in Gb/s.
+        let rates = text.lines().map(|line| Ok(line.trim().parse::<f64>()? * 125.0));
+        let rates: Vec<f64> = rates
+            .collect::<Result<_>>()
+            .with_context(|| format!("perftest's output: {text:?}"))?;
+        ensure!(rates.len() == nics.len(), "perftest's output: {text:?}");
+        Ok(rates)
+    }
+
+    /// Returns bytes of host memory that the devices of each node have accessed for payload.
+    fn host_bytes(counted: &Value) -> Result<HostBytes> {
+        let number = |value: &Value, what: &str| value.as_u64().with_context(|| format!("no counter {what}"));
+        let node = |node: &str| -> Result<u64> {
+            let mut sum = 0;
+            for nic in NICS {
+                let payload = &counted[node][nic]["counters"]["payload"];
+                sum += number(&payload["host_read"], "host_read")? + number(&payload["host_written"], "host_written")?;
+            }
+            let accel = &counted[node]["accel0"]["counters"];
+            sum += number(&accel["host_read"], "host_read")? + number(&accel["host_written"], "host_written")?;
+            for drive in ["nvme0", "nvme1"] {
+                let drive = &counted[node][drive];
+                let drive = drive.get("counters").unwrap_or(drive);
+                // A target without a transfer has no counter.
+                sum += drive["payload"]["host"].as_u64().unwrap_or(0);
+            }
+            Ok(sum)
+        };
+        Ok(HostBytes {
+            accelerator_node: node(NODES[0])?,
+            storage_node: node(NODES[1])?,
+        })
+    }
+
+    /// Starts the storage node's program, runs a transfer, and stops the program.
+    fn transfer(&mut self, direction: Direction, nics: &[u32], staged: bool, link: Vec<f64>) -> Result<Row> {
+        let memory = if staged { "host" } else { "device" };
+        let serve = [
+            tool("p2pmem-recorder")?,
+            "serve".into(),
+            "--drive".into(),
+            DRIVES.into(),
+            "--nic".into(),
+            self.nics(1, &[0, 1])?,
+            "--token-file".into(),
+            TOKEN.into(),
+            "--memory".into(),
+            memory.into(),
+            "--sessions".into(),
+            nics.len().to_string(),
+            "--timeout".into(),
+            "60".into(),
+        ];
+        let address = self.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"], SHORT_LIMIT)?;
+        let accel = self.devices[0].get("accel0").context("no device accel0")?.bdf.clone();
+        let mut client = vec![
+            utf8(&sibling("p2pmem-recorder-accel")?)?.to_owned(),
+            format!("{address}:{RECORDER_PORT}"),
+            "--token-file".into(),
+            TOKEN.into(),
+            "--lun".into(),
+            "fast".into(),
+            "--stream".into(),
+            "radar".into(),
+            "--channel".into(),
+            nics[0].to_string(),
+            "--nic".into(),
+            self.nics(0, nics)?,
+            "--node-nic".into(),
+            nics[0].to_string(),
+            "--accel".into(),
+            accel,
+        ];
+        if staged {
+            client.push("--staged".into());
+        }
+        match direction {
+            Direction::Recording => client.extend(["record".into(), self.blocks.to_string()]),
+            Direction::Playback => client.push("play".into()),
+        }
+        let server = Command::new(serve).limit(LONG_LIMIT).listen(Listen::Tcp(RECORDER_PORT));
+        let client = Command::new(client).limit(LONG_LIMIT);
+        let before = self.cluster.snapshot()?;
+        let served = self
+            .cluster
+            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
+        let second = self.check_outcome(NODES[1], &server, served.server);
+        let Some(first) = served.client else {
+            bail!("the storage node did not come up: {:?}", second.err());
+        };
+        let text = self.check_outcome(NODES[0], &client, first)?;
+        second?;
+        let counted = difference(&before, &self.cluster.snapshot()?);
+        let sessions: Vec<Session> = serde_json::from_str(&text).with_context(|| format!("output {text:?}"))?;
+        let mut host = Self::host_bytes(&counted)?;
+        host.accelerator_node += sessions.iter().map(|session| session.copied).sum::<u64>();
+        let ports = nics.iter().map(|nic| nic + 1).collect();
+        Ok(Row::new(direction, ports, staged, &sessions, link, host))
+    }
+}
+
+fn main() -> ExitCode {
+    let started = Instant::now();
+    let cli = Cli::parse();
+    let mut report = Report {
+        passed: false,
+        failures: Vec::new(),
+        kernel_release: String::new(),
+        tables: Vec::new(),
+        crashes: Value::Null,
+        verified: Verified::default(),
+        seconds: 0.0,
+    };
+    // If this run is killed, an earlier report must not pass for its report.
+    if let Err(error) = fs::remove_file(&cli.report) {
+        if error.kind() != ErrorKind::NotFound {
+            println!("{}: {error}", cli.report.display());
+            return ExitCode::FAILURE;
+        }
+    }
+    match run_demo(&cli, &mut report) {
+        Ok(()) => report.judge(cli.blocks),
+        Err(error) => report.failures.push(format!("{error:#}")),
+    }
+    report.passed = report.failures.is_empty();
+    report.seconds = started.elapsed().as_secs_f64();
+    println!();
+    for failure in &report.failures {
+        println!("FAILED: {failure}");
+    }
+    if let Err(error) = report.write(&cli.report) {
+        println!("The report could not be written: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    println!(
+        "{} in {:.1} s on a stock kernel {}. Report: {}",
+        if report.passed { "PASSED" } else { "FAILED" },
+        report.seconds,
+        report.kernel_release,
+        cli.report.display()
+    );
+    if report.passed {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
+    if let Some(path) = &cli.crashes {
+        // The rounds of crashes are tests of their own.
+        if let Ok(text) = fs::read_to_string(path) {
+            report.crashes = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
+        }
+    }
+    let module = fs::canonicalize(&cli.module)
+        .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
+    report.kernel_release = kernel::release()?;
+    let layout = Layout::load(&topologies().join("recorder-rate.toml"))?;
+    println!("1. Boot: {}", layout.description);
+    let cluster = Cluster::boot(&layout, &Options::default())?;
+    println!("   ready after {:.1} s", cluster.boot_time().as_secs_f64());
+    let mut bed = Bed {
+        cluster,
+        devices: Vec::new(),
+        findings: Vec::new(),
+        blocks: cli.blocks,
+    };
+    let done = transfer_all(utf8(&module)?, &mut bed, report);
+    let Bed {
+        cluster, mut findings, ..
+    } = bed;
+    match cluster.shut_down() {
+        Ok(late) => findings.extend(late),
+        Err(error) => report.failures.push(format!("the guests' end: {error:#}")),
+    }
+    let findings = findings.iter().map(|line| format!("kernel log: {line}"));
+    report.failures.extend(findings);
+    done
+}
+
+fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> {
+    println!("2. Publish the accelerators; on the storage node, make file systems on both drives and a LUN over them");
+    let (ctl, recorder) = (tool("p2pmemctl")?, tool("p2pmem-recorder")?);
+    for name in NODES {
+        let text = bed.run(name, &["cat", devices::FILE], SHORT_LIMIT)?;
+        bed.devices.push(serde_json::from_str(&text).context(devices::FILE)?);
+        // IP over InfiniBand sends messages of its own, which are in host memory.
+        bed.shell(name, "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib")?;
+        bed.run(name, &["insmod", module], SHORT_LIMIT)?;
+        bed.shell(
+            name,
+            &format!(
+                "set -e; umask 077; echo 'a token of the demo' >{TOKEN}; {ctl} publish \"$P2PMEM_DEV_ACCEL0\" --kernel-reserve 0"
+            ),
+        )?;
+    }
+    // Segments for all transfers: each recording has one session at least, with half of its blocks on each drive.
+    let segments = 4 * bed.blocks.div_ceil(15) + 4;
+    bed.shell(
+        NODES[1],
+        &format!(
+            "set -e
+            for drive in nvme0 nvme1; do
+                variable=P2PMEM_BLOCK_${{drive^^}}
+                mkfs.ext4 -q \"${{!variable}}\"
+                mkdir -p /run/recorder/$drive
+                mount -t ext4 \"${{!variable}}\" /run/recorder/$drive
+            done
+            {recorder} lun create fast --drive {DRIVES} --segment-size 16M --segments {segments}
+            {recorder} stream create fast/radar --drive {DRIVES} --block-size 1M --channels 2"
+        ),
+    )?;
+
+    println!("3. What the links do, by perftest");
+    let both = [0, 1];
+    let mut links = Vec::new();
+    for program in ["ib_send_bw", "ib_read_bw"] {
+        let single = [bed.link_rates(program, &[0])?, bed.link_rates(program, &[1])?];
+        let dual = bed.link_rates(program, &both)?;
+        println!(
+            "   {program}: port 1 {:.1} MB/s, port 2 {:.1} MB/s, both {:.1} MB/s",
+            single[0][0],
+            single[1][0],
+            dual.iter().sum::<f64>()
+        );
+        links.push((single, dual));
+    }
+
+    println!("4. Record and play: signal, transform, SEND; READ, transform");
+    for staged in [false, true] {
+        for (direction, (single, dual)) in [Direction::Recording, Direction::Playback].into_iter().zip(&links) {
+            let mut rows = Vec::new();
+            if !staged {
+                rows.push(bed.transfer(direction, &[0], staged, single[0].clone())?);
+                rows.push(bed.transfer(direction, &[1], staged, single[1].clone())?);
+            }
+            rows.push(bed.transfer(direction, &both, staged, dual.clone())?);
+            for row in rows {
+                println!("   {}: {:.2} of the link's rate", row.name(), row.ratio_to_link);
+                report.tables.push(row);
+            }
+        }
+    }
+    print(
+        &report.tables,
+        Direction::Recording,
+        "Table 1. Recording rate (from the accelerator), MB/s",
+    );
+    print(
+        &report.tables,
+        Direction::Playback,
+        "Table 2. Playback rate (to the accelerator), MB/s",
+    );
+
+    println!("5. Take all down");
+    bed.shell(NODES[1], "umount /run/recorder/nvme0 /run/recorder/nvme1")?;
+    for name in NODES {
+        let list: Value = serde_json::from_str(&bed.run(name, &[&ctl, "list", "--json"], SHORT_LIMIT)?)?;
+        ensure!(
+            list["info"]["buffers"] == 0,
+            "buffers are left on {name}: {}",
+            list["info"]
+        );
+        bed.shell(
+            name,
+            &format!("set -e; {ctl} unpublish \"$P2PMEM_DEV_ACCEL0\"; rmmod p2pmem"),
+        )?;
+    }
+    Ok(())
+}
+
+/// Prints one of the two tables.
+fn print(rows: &[Row], direction: Direction, title: &str) {
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header([
+        "",
+        "PORT 1",
+        "PORT 2",
+        "AGGREGATE",
+        "LINK",
+        "RATIO",
+        "HOST BYTES/BYTE, ACCELERATOR NODE",
+        "STORAGE NODE",
+    ]);
+    for column in 1..=7 {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for row in rows.iter().filter(|row| row.direction == direction) {
+        let rate = |port: u32| {
+            let at = row.ports.iter().position(|other| *other == port);
+            at.map_or_else(String::new, |at| format!("{:.1}", row.mb_per_s[at]))
+        };
+        let kind = if row.ports.len() == 1 {
+            "single port"
+        } else {
+            "dual port"
+        };
+        let staged = if row.staged { ", through host memory" } else { "" };
+        table.add_row([
+            format!("{kind}{staged}"),
+            rate(1),
+            rate(2),
+            format!("{:.1}", row.mb_per_s.iter().sum::<f64>()),
+            format!("{:.1}", row.link_mb_per_s.iter().sum::<f64>()),
+            format!("{:.2}", row.ratio_to_link),
+            format!("{:.4}", row.host_bytes_per_byte[0]),
+            format!("{:.4}", row.host_bytes_per_byte[1]),
+        ]);
+    }
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    println!("   {title}");
+    for line in table.trim_fmt().lines() {
+        println!("   {line}");
+    }
+}

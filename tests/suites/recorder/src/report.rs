@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The report of the demo: rates beside those of the links, bytes of host memory, and the aims.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::measured::Session;
+
+/// The smallest part of the link's rate.
+const LINK_RATIO: f64 = 0.9;
+/// From this number on, host bytes for a byte of payload are not 0. Messages, completions, and the store's index take some.
+const NO_HOST_BYTES: f64 = 0.01;
+/// Host bytes for a byte of payload that a transfer through host memory takes on both nodes.
+const STAGED_HOST_BYTES: f64 = 4.0;
+
+/// The direction of a transfer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Direction {
+    /// From the accelerator to the drives.
+    Recording,
+    /// From the drives to the accelerator.
+    Playback,
+}
+
+/// Bytes of host memory that the devices of a node accessed, and that its processor copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct HostBytes {
+    /// On the accelerator node.
+    pub accelerator_node: u64,
+    /// On the storage node.
+    pub storage_node: u64,
+}
+
+/// A transfer.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// The direction.
+    pub direction: Direction,
+    /// The ports, counted from 1.
+    pub ports: Vec<u32>,
+    /// Whether both nodes moved the payload through host memory.
+    pub staged: bool,
+    /// The rate of each port, in MB/s.
+    pub mb_per_s: Vec<f64>,
+    /// The rate of each port in perftest, in MB/s.
+    pub link_mb_per_s: Vec<f64>,
+    /// The sum of the rates, divided by the sum of the links' rates.
+    pub ratio_to_link: f64,
+    /// Bytes of payload.
+    pub bytes: u64,
+    /// Bytes of host memory.
+    pub host_bytes: HostBytes,
+    /// Bytes of host memory for a byte of payload, on the accelerator node and on the storage node.
+    pub host_bytes_per_byte: [f64; 2],
+    /// Blocks whose checksum was right after playback; for recordings, blocks that are durable.
+    pub blocks: u64,
+    /// Blocks whose spectrum was compared with what the processor computes.
+    pub spectra: u64,
+}
+
+impl Row {
+    /// Returns the row of a transfer.
+    pub fn new(
+        direction: Direction,
+        ports: Vec<u32>,
+        staged: bool,
+        sessions: &[Session],
+        link: Vec<f64>,
+        host_bytes: HostBytes,
+    ) -> Self {
+        let bytes: u64 = sessions.iter().map(|session| session.bytes).sum();
+        let rates: Vec<f64> = sessions.iter().map(Session::rate).collect();
+        let per_byte = |host: u64| host as f64 / bytes.max(1) as f64;
+        Self {
+            direction,
+            ports,
+            staged,
+            ratio_to_link: rates.iter().sum::<f64>() / link.iter().sum::<f64>(),
+            mb_per_s: rates,
+            link_mb_per_s: link,
+            bytes,
+            host_bytes,
+            host_bytes_per_byte: [per_byte(host_bytes.accelerator_node), per_byte(host_bytes.storage_node)],
+            blocks: sessions.iter().map(|session| session.blocks).sum(),
+            spectra: sessions.iter().map(|session| session.verified).sum(),
+        }
+    }
+
+    /// Returns the name for people.
+    pub fn name(&self) -> String {
+        let direction = match self.direction {
+            Direction::Recording => "recording",
+            Direction::Playback => "playback",
+        };
+        let ports: Vec<String> = self.ports.iter().map(u32::to_string).collect();
+        let staged = if self.staged { ", through host memory" } else { "" };
+        format!("{direction}, port {}{staged}", ports.join(" and "))
+    }
+
+    /// Returns the aims that the row misses.
+    fn missed(&self, blocks: u64) -> Vec<String> {
+        let mut missed = Vec::new();
+        let name = self.name();
+        if !self.staged && self.ratio_to_link < LINK_RATIO {
+            missed.push(format!(
+                "{name}: {:.2} of the link's rate; the aim is {LINK_RATIO}",
+                self.ratio_to_link
+            ));
+        }
+        let host = self.host_bytes_per_byte;
+        if !self.staged && host.iter().any(|bytes| *bytes >= NO_HOST_BYTES) {
+            missed.push(format!(
+                "{name}: {host:?} host bytes for a byte of payload; the aim is 0"
+            ));
+        }
+        if self.staged && host.iter().sum::<f64>() < STAGED_HOST_BYTES {
+            missed.push(format!(
+                "{name}: {host:?} host bytes for a byte of payload; through host memory, at least {STAGED_HOST_BYTES} are counted"
+            ));
+        }
+        if self.blocks != blocks || self.spectra == 0 {
+            missed.push(format!(
+                "{name}: {} of {blocks} blocks, {} spectra verified",
+                self.blocks, self.spectra
+            ));
+        }
+        missed
+    }
+}
+
+/// The report.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// Whether all aims are met and nothing failed.
+    pub passed: bool,
+    /// What failed.
+    pub failures: Vec<String>,
+    /// The kernel of the guests.
+    pub kernel_release: String,
+    /// The transfers.
+    pub tables: Vec<Row>,
+    /// The rounds of crashes, if their report exists.
+    pub crashes: Value,
+    /// Blocks that were played back, each with the right checksum and in order, and spectra that were verified.
+    pub verified: Verified,
+    /// Seconds of the whole run.
+    pub seconds: f64,
+}
+
+/// What was verified.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct Verified {
+    /// Blocks that were played back, each with the checksum that was computed before it was sent, and in order.
+    pub blocks: u64,
+    /// Spectra that were compared with what the processor computes.
+    pub spectra: u64,
+}
+
+impl Report {
+    /// Adds up what was verified, and adds the aims that are missed. Each session has `blocks` blocks.
+    pub fn judge(&mut self, blocks: u64) {
+        for row in &self.tables {
+            self.failures.extend(row.missed(blocks * row.ports.len() as u64));
+            self.verified.spectra += row.spectra;
+            if row.direction == Direction::Playback {
+                self.verified.blocks += row.blocks;
+            }
+        }
+    }
+
+    /// Writes the report as JSON.
+    ///
+    /// # Errors
+    ///
+    /// The file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self)?;
+        fs::write(path, text + "\n").with_context(|| path.display().to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn session(mb_per_s: u64) -> Session {
+        Session {
+            blocks: 64,
+            bytes: 64 << 20,
+            nanoseconds: (64 << 20) * 1000 / mb_per_s,
+            verified: 4,
+            copied: 0,
+        }
+    }
+
+    fn host(each: u64) -> HostBytes {
+        HostBytes {
+            accelerator_node: each,
+            storage_node: each,
+        }
+    }
+
+    fn row(rates: &[u64], staged: bool, each: u64) -> Row {
+        let sessions: Vec<Session> = rates.iter().map(|rate| session(*rate)).collect();
+        let link = rates.iter().map(|_| 100.0).collect();
+        let ports = (1..=rates.len() as u32).collect();
+        Row::new(Direction::Recording, ports, staged, &sessions, link, host(each))
+    }
+
+    #[test]
+    fn ratios_compare_with_the_links() {
+        let dual = row(&[95, 87], false, 0);
+        assert!((dual.ratio_to_link - 0.91).abs() < 1e-3, "{}", dual.ratio_to_link);
+        assert_eq!(dual.missed(128), Vec::<String>::new());
+        assert_eq!(dual.name(), "recording, port 1 and 2");
+    }
+
+    #[test]
+    fn each_aim_can_be_missed() {
+        let words = |row: &Row| row.missed(64).join("; ");
+        assert!(words(&row(&[89], false, 0)).contains("0.89 of the link's rate"));
+        assert!(words(&row(&[95], false, 1 << 20)).contains("the aim is 0"));
+        assert!(words(&row(&[95], true, 64 << 20)).contains("through host memory"));
+        assert_eq!(words(&row(&[5], true, 128 << 20)), "");
+        let mut lost = row(&[95], false, 0);
+        lost.blocks = 63;
+        assert!(words(&lost).contains("63 of 64 blocks"));
+        let mut unverified = row(&[95], false, 0);
+        unverified.spectra = 0;
+        assert!(words(&unverified).contains("0 spectra"));
+    }
+}
