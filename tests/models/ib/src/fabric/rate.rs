@@ -13,9 +13,9 @@ use std::time::Duration;
 /// Time of the packets that wait for a link at which the link accepts no more. Long enough that a link does not become
 /// idle while the threads of a loaded machine wake up, and short enough that acknowledgements soon follow the packets
 /// before them.
-const MAX_BACKLOG: Duration = Duration::from_millis(16);
+const MAX_BACKLOG: Duration = Duration::from_millis(32);
 /// Time of the waiting packets at or below which a link accepts packets again.
-const RESUME_BACKLOG: Duration = Duration::from_millis(8);
+const RESUME_BACKLOG: Duration = Duration::from_millis(16);
 const NANOSECONDS: u128 = 1_000_000_000;
 
 /// One direction of a link with a rate.
@@ -129,7 +129,8 @@ mod tests {
         assert_eq!(link.send(Duration::from_secs(1), 10), Duration::from_millis(1010));
         assert_eq!(link.send(Duration::from_secs(1), 10), Duration::from_millis(1020));
         assert_eq!(link.send(Duration::from_secs(9), 10), Duration::from_millis(9010));
-        assert!(!link.has_space(2, Duration::from_millis(8990)));
+        link.send(Duration::from_secs(9), 100);
+        assert!(!link.has_space(2, Duration::from_secs(9)));
         assert_eq!(link.clear(), BTreeSet::from([2]));
         assert_eq!(link.send(Duration::from_secs(2), 10), Duration::from_millis(2010));
     }
@@ -138,15 +139,15 @@ mod tests {
     fn waiting_ports_are_ready_when_half_of_the_backlog_is_left() {
         let mut link = transmitter(1_000_000);
         let start = Duration::from_secs(1);
-        link.send(start, 15_999);
+        link.send(start, 31_999);
         assert!(link.has_space(2, start));
         link.send(start, 1);
         assert!(!link.has_space(2, start) && !link.has_space(3, start));
-        assert!(link.take_ready(start + Duration::from_micros(7_999)).is_empty());
+        assert!(link.take_ready(start + Duration::from_micros(15_999)).is_empty());
         assert_eq!(link.take_ready(start + RESUME_BACKLOG), BTreeSet::from([2, 3]));
         assert!(
             link.take_ready(start + RESUME_BACKLOG).is_empty(),
-            "a port is told once"
+            "a port is notified once"
         );
         assert!(link.has_space(2, start + RESUME_BACKLOG));
     }
