@@ -26,7 +26,7 @@ pub(super) use work::{Progress, Work};
 /// Number of packets in `unacked` at which the send window is full.
 const WINDOW_PACKETS: usize = 1024;
 /// Number of payload bytes in `unacked` at which the send window is full.
-const WINDOW_BYTES: usize = 1 << 20;
+const WINDOW_BYTES: usize = 4 << 20;
 /// Number of started and not completed work requests at which the send window is full.
 const WINDOW_WORKS: usize = 1024;
 /// Largest number of PSNs that several work requests may have outstanding. A request that is alone may have more: up to

@@ -326,7 +326,7 @@ impl Network {
         }
     }
 
-    /// Tells ports that a link for which they waited accepts packets again.
+    /// Notifies ports: a link for which they waited accepts packets again.
     fn wake(&self, lids: BTreeSet<u16>) {
         for port in lids.iter().filter_map(|lid| self.ports.get(lid)) {
             (port.deliver)(Delivery::PathReady);

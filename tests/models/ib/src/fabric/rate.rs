@@ -10,12 +10,11 @@ use std::collections::BTreeSet;
 use std::num::NonZeroU64;
 use std::time::Duration;
 
-/// Time of the packets that wait for a link at which the link accepts no more. Long enough that a link does not become
-/// idle while the threads of a loaded machine wake up, and short enough that acknowledgements soon follow the packets
-/// before them.
-const MAX_BACKLOG: Duration = Duration::from_millis(16);
-/// Time of the waiting packets at or below which a link accepts packets again.
-const RESUME_BACKLOG: Duration = Duration::from_millis(8);
+/// Time of the packets that wait for a link at which the link accepts no more. Acknowledgements wait for them, too.
+const MAX_BACKLOG: Duration = Duration::from_millis(32);
+/// Time of the waiting packets at or below which a link accepts packets again. A link does not become idle if the threads
+/// of a loaded machine react within this time.
+const RESUME_BACKLOG: Duration = Duration::from_millis(28);
 const NANOSECONDS: u128 = 1_000_000_000;
 
 /// One direction of a link with a rate.
@@ -129,25 +128,24 @@ mod tests {
         assert_eq!(link.send(Duration::from_secs(1), 10), Duration::from_millis(1010));
         assert_eq!(link.send(Duration::from_secs(1), 10), Duration::from_millis(1020));
         assert_eq!(link.send(Duration::from_secs(9), 10), Duration::from_millis(9010));
-        assert!(!link.has_space(2, Duration::from_millis(8990)));
+        link.send(Duration::from_secs(9), 100);
+        assert!(!link.has_space(2, Duration::from_secs(9)));
         assert_eq!(link.clear(), BTreeSet::from([2]));
         assert_eq!(link.send(Duration::from_secs(2), 10), Duration::from_millis(2010));
     }
 
     #[test]
-    fn waiting_ports_are_ready_when_half_of_the_backlog_is_left() {
+    fn waiting_ports_are_ready_when_enough_packets_left() {
         let mut link = transmitter(1_000_000);
         let start = Duration::from_secs(1);
-        link.send(start, 15_999);
+        link.send(start, 31_999);
         assert!(link.has_space(2, start));
         link.send(start, 1);
         assert!(!link.has_space(2, start) && !link.has_space(3, start));
-        assert!(link.take_ready(start + Duration::from_micros(7_999)).is_empty());
-        assert_eq!(link.take_ready(start + RESUME_BACKLOG), BTreeSet::from([2, 3]));
-        assert!(
-            link.take_ready(start + RESUME_BACKLOG).is_empty(),
-            "a port is told once"
-        );
-        assert!(link.has_space(2, start + RESUME_BACKLOG));
+        assert!(link.take_ready(start + Duration::from_micros(3_999)).is_empty());
+        let ready = start + MAX_BACKLOG - RESUME_BACKLOG;
+        assert_eq!(link.take_ready(ready), BTreeSet::from([2, 3]));
+        assert!(link.take_ready(ready).is_empty(), "a port is notified once");
+        assert!(link.has_space(2, ready));
     }
 }

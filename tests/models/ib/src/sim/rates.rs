@@ -13,7 +13,7 @@ const RATE: u64 = 64 << 20;
 /// Bytes of a message.
 const MESSAGE: u32 = 1 << 16;
 /// Longest time for which the adapters are late, because they send in steps and a link accepts packets in advance.
-const SLACK: Duration = Duration::from_millis(25);
+const SLACK: Duration = Duration::from_millis(40);
 
 /// Creates one adapter for each rate, on one switch.
 fn with_rates(rates: &[Option<u64>]) -> Simulation {
