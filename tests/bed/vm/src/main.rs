@@ -185,6 +185,7 @@ impl Run {
         let node = node.name.clone();
         let options = Options {
             kernel: Some(Kernel::named(&self.kernel)?),
+            ..Options::default()
         };
         let mut cluster = match Cluster::boot(&layout, &options) {
             Ok(cluster) => cluster,

@@ -12,7 +12,7 @@ mod input;
 mod start;
 
 use std::collections::BTreeSet;
-use std::fs::File;
+use std::fs::{self, File};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -54,6 +54,9 @@ const CONSOLE_TAIL: usize = 40;
 pub struct Options {
     /// The kernel, instead of the sandbox's stock kernel.
     pub kernel: Option<Kernel>,
+    /// The folder into which [`Vm::keep_images`] moved the images of an earlier guest. The guest takes over the images of its
+    /// drives that are there. All other drives begin empty.
+    pub images: Option<PathBuf>,
 }
 
 /// The reason why the guest can run no more commands.
@@ -195,7 +198,15 @@ impl Vm {
         let plan = qemu::plan(topology, &paths, &kernel, ends.as_ref())?;
         for device in &topology.device {
             if let Device::Nvme { name, image, .. } = device {
-                File::create(paths.image(name))?.set_len(image.0)?;
+                let path = paths.image(name);
+                let kept = options.images.as_ref().zip(path.file_name());
+                match kept
+                    .map(|(folder, file)| folder.join(file))
+                    .filter(|kept| kept.exists())
+                {
+                    Some(kept) => fs::rename(&kept, &path).with_context(|| kept.display().to_string())?,
+                    None => File::create(path)?.set_len(image.0)?,
+                }
             }
         }
         let virtiofsd = start_virtiofsd(&paths)?;
@@ -320,6 +331,33 @@ impl Vm {
         let models = self.models.values().map(Model::process_id);
         let ids: BTreeSet<u32> = models.chain([self.qemu.id(), self.virtiofsd.id()]).collect();
         ids.into_iter().collect()
+    }
+
+    /// Returns the process id of QEMU, to kill it while a command runs.
+    pub fn qemu_id(&self) -> u32 {
+        self.qemu.id()
+    }
+
+    /// Kills QEMU, and moves the images of the drives to a folder on the same file system, for
+    /// [`Options::images`]. They have what QEMU had written to them.
+    ///
+    /// # Errors
+    ///
+    /// An image cannot be moved.
+    pub fn keep_images(self, folder: &Path) -> Result<()> {
+        let Vm {
+            qemu, topology, _dir, ..
+        } = self;
+        drop(qemu);
+        let paths = Vm::paths(_dir.path())?;
+        for device in &topology.device {
+            if let Device::Nvme { name, .. } = device {
+                let path = paths.image(name);
+                let file = path.file_name().context("an image without a name")?;
+                fs::rename(&path, folder.join(file)).with_context(|| path.display().to_string())?;
+            }
+        }
+        Ok(())
     }
 
     /// Returns the last lines of the kernel log that have arrived.

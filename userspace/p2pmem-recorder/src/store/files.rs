@@ -120,9 +120,10 @@ impl System for Files {
     }
 
     fn open(&self, path: &Path) -> io::Result<File> {
-        let sync = if self.flush { OFlags::empty() } else { OFlags::DSYNC };
-        let flags = self.direct_flag() | sync;
-        self.options().custom_flags(flags.bits() as i32).open(path)
+        // On Linux, OFlags::DSYNC of rustix 1.1 is O_SYNC: each write would also commit the modification time to the journal.
+        let sync = if self.flush { 0 } else { libc::O_DSYNC };
+        let flags = self.direct_flag().bits() as i32 | sync;
+        self.options().custom_flags(flags).open(path)
     }
 
     fn size(&self, file: &File) -> io::Result<u64> {
@@ -237,6 +238,19 @@ mod tests {
         let listed = Files::new().list(folder.path()).unwrap();
         assert_eq!(listed.len(), 2);
         assert!(listed.iter().all(|entry| !entry.is_folder));
+    }
+
+    #[test]
+    fn opened_file_syncs_data_without_its_times() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, [0; PAGE]).unwrap();
+        for (flush, expected) in [(false, libc::O_DSYNC), (true, 0)] {
+            let files = Files::new().cached(true).flush_at_commit(flush);
+            let flags = rustix::fs::fcntl_getfl(files.open(&path).unwrap()).unwrap();
+            // O_SYNC is O_DSYNC and one more bit.
+            assert_eq!(flags.bits() as i32 & libc::O_SYNC, expected);
+        }
     }
 
     #[test]

@@ -90,6 +90,7 @@ pub struct Ring<T> {
     event: OwnedFd,
     operations: Vec<Option<Operation<T>>>,
     free: Vec<usize>,
+    flags: squeue::Flags,
 }
 
 impl<T> Ring<T> {
@@ -116,7 +117,15 @@ impl<T> Ring<T> {
             event,
             operations: (0..count).map(|_| None).collect(),
             free: (0..count).rev().collect(),
+            flags: squeue::Flags::empty(),
         })
+    }
+
+    /// Lets a kernel thread start each operation, as the kernel does with an operation that would have to wait. For tests.
+    #[must_use]
+    pub fn in_worker(mut self, worker: bool) -> Self {
+        self.flags.set(squeue::Flags::ASYNC, worker);
+        self
     }
 
     /// Returns the number of operations whose result was not returned yet.
@@ -203,7 +212,7 @@ impl<T> Ring<T> {
             Direction::Write => opcode::Write::new(file, address, count).offset(offset).build(),
             Direction::Read => opcode::Read::new(file, address, count).offset(offset).build(),
         };
-        let entry = entry.user_data(index as u64);
+        let entry = entry.user_data(index as u64).flags(self.flags);
         // SAFETY: the entry's address and length are inside the operation's memory, as `at()` checked, and its file is open:
         // the operation owns both. By the type's invariant the operation is in `operations` until the kernel has completed
         // it: it is put there below, `completed()` takes it out after its completion, `drop()` waits for its completion, and
@@ -358,9 +367,14 @@ mod tests {
 
     #[test]
     fn written_blocks_are_read_back() {
+        for worker in [false, true] {
+            write_and_read_back(Ring::new(8).unwrap().in_worker(worker));
+        }
+    }
+
+    fn write_and_read_back(mut ring: Ring<usize>) {
         let file = Arc::new(tempfile::tempfile().unwrap());
         let memory = memory(16 * 4096);
-        let mut ring = Ring::new(8).unwrap();
         for block in 0..8 {
             memory.write(block * 4096, &[block as u8 + 1; 4096]).unwrap();
             let bytes = (block * 4096, 4096);

@@ -332,6 +332,7 @@ impl Bed {
         let file = topologies().join(format!("{topology}.toml"));
         let options = Options {
             kernel: Some(self.kernel.clone()),
+            ..Options::default()
         };
         let mut cluster = Cluster::boot(&Layout::load(&file)?, &options)?;
         for (node, outcome) in cluster.exec_all(|_| Command::new(["sh", "-c", PREPARE]))? {

@@ -42,6 +42,7 @@ mod pairs;
 mod peer;
 mod perf;
 mod python;
+mod recorder;
 mod registration;
 mod runner;
 mod unplug;
@@ -75,6 +76,10 @@ const TESTS: &[(&[Test], Kernels<'static>)] = &[
     (
         python::TESTS,
         Kernels::Stock("the test checks a package of user space; other cases test what the module does for it"),
+    ),
+    (
+        recorder::TESTS,
+        Kernels::Stock("the test checks a program of user space on the kernel's file systems, not the module"),
     ),
     (
         iommu::TESTS,
@@ -119,6 +124,12 @@ fn main() -> ExitCode {
         .into_iter()
         .map(|(name, test)| lanes.alone(name, &log, test))
         .collect();
+    let without_module = std::env::var_os("P2PMEM_MODULE").is_none();
+    trials.extend(
+        recorder::ALONE
+            .iter()
+            .map(|&(name, test)| lanes.alone(name, &log, test).with_ignored_flag(without_module)),
+    );
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
             // The longest tests come first. At the end they would keep one processor busy while the other one is idle.
@@ -131,7 +142,7 @@ fn main() -> ExitCode {
         }
         Err(e) => trials.push(Trial::test("kernels", move || Err(failed(e)))),
     }
-    if std::env::var_os("P2PMEM_MODULE").is_none() {
+    if without_module {
         eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
     }
     // Each test waits in a thread of its own.
@@ -207,6 +218,7 @@ const REPORTS: &[(&str, &[&str])] = &[
             "clients.json",
             "pyverbs.toml",
             "registration.json",
+            recorder::REPORT,
         ],
     ),
     (
