@@ -13,8 +13,9 @@ use crate::measured::Session;
 
 /// The smallest part of the link's rate.
 const LINK_RATIO: f64 = 0.9;
-/// From this number on, host bytes for a byte of payload are not 0. Messages, completions, and the store's index take some.
-const NO_HOST_BYTES: f64 = 0.01;
+/// From this number on, bytes of host memory that NICs and the accelerator accessed for a byte of payload are not 0: for each block,
+/// they access a few messages of 256 bytes.
+const NO_HOST_BYTES: f64 = 0.002;
 /// Host bytes for a byte of payload that a transfer through host memory takes on both nodes.
 const STAGED_HOST_BYTES: f64 = 4.0;
 
@@ -28,13 +29,17 @@ pub enum Direction {
     Playback,
 }
 
-/// Bytes of host memory that the devices of a node accessed, and that its processor copied.
+/// Bytes that devices moved during a transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
-pub struct HostBytes {
-    /// On the accelerator node.
-    pub accelerator_node: u64,
-    /// On the storage node.
-    pub storage_node: u64,
+pub struct MovedBytes {
+    /// Bytes of host memory that NICs and the accelerator of the accelerator node accessed, and that its processor copied.
+    pub accelerator_node_host: u64,
+    /// Bytes of host memory that NICs and the accelerator of the storage node accessed.
+    pub storage_node_host: u64,
+    /// Bytes that the drives moved from or to host memory: payload if it is there, the store's index, and the file system.
+    pub drives_host: u64,
+    /// Bytes that the drives moved from or to the memory of the storage node's accelerator, which are payload only.
+    pub drives_device: u64,
 }
 
 /// A transfer.
@@ -54,9 +59,10 @@ pub struct Row {
     pub ratio_to_link: f64,
     /// Bytes of payload.
     pub bytes: u64,
-    /// Bytes of host memory.
-    pub host_bytes: HostBytes,
-    /// Bytes of host memory for a byte of payload, on the accelerator node and on the storage node.
+    /// Bytes that devices moved.
+    pub moved: MovedBytes,
+    /// Bytes of host memory for a byte of payload, on the accelerator node and on the storage node. Those of the drives are those
+    /// of payload: what they move beside it is the store's index and the file system.
     pub host_bytes_per_byte: [f64; 2],
     /// Blocks whose checksum was right after playback; for recordings, blocks that are durable.
     pub blocks: u64,
@@ -72,7 +78,7 @@ impl Row {
         staged: bool,
         sessions: &[Session],
         link: Vec<f64>,
-        host_bytes: HostBytes,
+        moved: MovedBytes,
     ) -> Self {
         let bytes: u64 = sessions.iter().map(|session| session.bytes).sum();
         let rates: Vec<f64> = sessions.iter().map(Session::rate).collect();
@@ -85,8 +91,11 @@ impl Row {
             mb_per_s: rates,
             link_mb_per_s: link,
             bytes,
-            host_bytes,
-            host_bytes_per_byte: [per_byte(host_bytes.accelerator_node), per_byte(host_bytes.storage_node)],
+            moved,
+            host_bytes_per_byte: [
+                per_byte(moved.accelerator_node_host),
+                per_byte(moved.storage_node_host + bytes.saturating_sub(moved.drives_device)),
+            ],
             blocks: sessions.iter().map(|session| session.blocks).sum(),
             spectra: sessions.iter().map(|session| session.verified).sum(),
         }
@@ -117,6 +126,13 @@ impl Row {
         if !self.staged && host.iter().any(|bytes| *bytes >= NO_HOST_BYTES) {
             missed.push(format!(
                 "{name}: {host:?} host bytes for a byte of payload; the aim is 0"
+            ));
+        }
+        let device = if self.staged { 0 } else { self.bytes };
+        if self.moved.drives_device != device {
+            missed.push(format!(
+                "{name}: the drives moved {} bytes of payload from or to device memory; {device} are expected",
+                self.moved.drives_device
             ));
         }
         if self.staged && host.iter().sum::<f64>() < STAGED_HOST_BYTES {
@@ -199,18 +215,17 @@ mod tests {
         }
     }
 
-    fn host(each: u64) -> HostBytes {
-        HostBytes {
-            accelerator_node: each,
-            storage_node: each,
-        }
-    }
-
     fn row(rates: &[u64], staged: bool, each: u64) -> Row {
         let sessions: Vec<Session> = rates.iter().map(|rate| session(*rate)).collect();
         let link = rates.iter().map(|_| 100.0).collect();
         let ports = (1..=rates.len() as u32).collect();
-        Row::new(Direction::Recording, ports, staged, &sessions, link, host(each))
+        let moved = MovedBytes {
+            accelerator_node_host: each,
+            storage_node_host: each / 2,
+            drives_host: 1 << 20,
+            drives_device: if staged { 0 } else { rates.len() as u64 * (64 << 20) },
+        };
+        Row::new(Direction::Recording, ports, staged, &sessions, link, moved)
     }
 
     #[test]
@@ -228,6 +243,9 @@ mod tests {
         assert!(words(&row(&[95], false, 1 << 20)).contains("the aim is 0"));
         assert!(words(&row(&[95], true, 64 << 20)).contains("through host memory"));
         assert_eq!(words(&row(&[5], true, 128 << 20)), "");
+        let mut through_host = row(&[95], false, 0);
+        through_host.moved.drives_device -= 4096;
+        assert!(words(&through_host).contains("67104768 bytes of payload"));
         let mut lost = row(&[95], false, 0);
         lost.blocks = 63;
         assert!(words(&lost).contains("63 of 64 blocks"));

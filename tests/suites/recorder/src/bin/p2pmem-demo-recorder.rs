@@ -16,7 +16,7 @@ use comfy_table::{CellAlignment, Table};
 use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
 use p2pmem_recorder_suite::measured::Session;
-use p2pmem_recorder_suite::report::{Direction, HostBytes, Report, Row, Verified};
+use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row, Verified};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::command::{Command, Outcome, Status};
 use p2pmem_vm::counters::difference;
@@ -156,8 +156,8 @@ impl Bed {
         Ok(rates)
     }
 
-    /// Returns bytes of host memory that the devices of each node have accessed for payload.
-    fn host_bytes(counted: &Value) -> Result<HostBytes> {
+    /// Returns what the devices have moved.
+    fn moved_bytes(counted: &Value) -> Result<MovedBytes> {
         let number = |value: &Value, what: &str| value.as_u64().with_context(|| format!("no counter {what}"));
         let node = |node: &str| -> Result<u64> {
             let mut sum = 0;
@@ -167,17 +167,20 @@ impl Bed {
             }
             let accel = &counted[node]["accel0"]["counters"];
             sum += number(&accel["host_read"], "host_read")? + number(&accel["host_written"], "host_written")?;
-            for drive in ["nvme0", "nvme1"] {
-                let drive = &counted[node][drive];
-                let drive = drive.get("counters").unwrap_or(drive);
-                // A target without a transfer has no counter.
-                sum += drive["payload"]["host"].as_u64().unwrap_or(0);
-            }
             Ok(sum)
         };
-        Ok(HostBytes {
-            accelerator_node: node(NODES[0])?,
-            storage_node: node(NODES[1])?,
+        // A target without a transfer has no counter.
+        let drive = |name: &str, target: &str| {
+            let drive = &counted[NODES[1]][name];
+            drive.get("counters").unwrap_or(drive)["payload"][target]
+                .as_u64()
+                .unwrap_or(0)
+        };
+        Ok(MovedBytes {
+            accelerator_node_host: node(NODES[0])?,
+            storage_node_host: node(NODES[1])?,
+            drives_host: drive("nvme0", "host") + drive("nvme1", "host"),
+            drives_device: drive("nvme0", "accel0") + drive("nvme1", "accel0"),
         })
     }
 
@@ -241,10 +244,10 @@ impl Bed {
         second?;
         let counted = difference(&before, &self.cluster.snapshot()?);
         let sessions: Vec<Session> = serde_json::from_str(&text).with_context(|| format!("output {text:?}"))?;
-        let mut host = Self::host_bytes(&counted)?;
-        host.accelerator_node += sessions.iter().map(|session| session.copied).sum::<u64>();
+        let mut moved = Self::moved_bytes(&counted)?;
+        moved.accelerator_node_host += sessions.iter().map(|session| session.copied).sum::<u64>();
         let ports = nics.iter().map(|nic| nic + 1).collect();
-        Ok(Row::new(direction, ports, staged, &sessions, link, host))
+        Ok(Row::new(direction, ports, staged, &sessions, link, moved))
     }
 }
 
