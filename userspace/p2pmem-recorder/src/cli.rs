@@ -9,7 +9,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand};
 
 use crate::control::{ChannelRequest, PORT};
-use crate::node::status::MemoryKind;
+use crate::status::MemoryKind;
 
 /// Record streams of blocks from accelerator memory on the drives of a storage node, and play them back
 ///

@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 
 pub use token::{Token, TokenError};
 
-use crate::node::status::Recording;
+use crate::status::Recording;
 
 /// The version of the protocol. It changes with each incompatible change, also of [`message`].
 pub const VERSION: u32 = 1;
@@ -253,7 +253,7 @@ pub enum Reply {
         /// The memory that the node chose, for people.
         memory: String,
     },
-    /// The session has ended as the program asked.
+    /// The session has ended as the program requested.
     Finished {
         /// The number of blocks that were recorded or played.
         blocks: u64,

@@ -8,7 +8,9 @@
 //! | [`memory`] | buffers of blocks, in device memory or host memory |
 //! | [`engine`] | between buffers and the store: io_uring, commits, acknowledgements |
 //! | [`control`] | the control connection, and the messages by RDMA |
-//! | [`node`] | the storage node: sessions, and its state |
+//! | [`status`] | the state of a storage node, as programs and people see it |
+//! | [`node`] | the storage node: its store, and what it knows of its sessions |
+//! | [`serve`] | the sessions of a storage node: recording and playback by RDMA |
 //! | [`client`] | the accelerator node: recording and playback |
 //! | [`cli`], `run` | the program |
 //!
@@ -22,6 +24,8 @@ pub mod memory;
 pub mod node;
 mod rdma;
 mod run;
+pub mod serve;
+pub mod status;
 pub mod store;
 mod sys;
 

@@ -6,22 +6,17 @@
 //! the [store](crate::store) on the drives, so a node needs no other file.
 
 mod drives;
-mod play;
-mod record;
-mod serve;
 mod sessions;
-pub mod status;
 
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use serve::{serve, Port};
 use sessions::Sessions;
 pub use sessions::{SessionHandle, SessionOptions};
-use status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
 
+use crate::status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
 use crate::store::{ChannelName, Files, LunOptions, Result, Store, StreamOptions};
 
 /// How a node works.
@@ -195,6 +190,11 @@ impl Node {
         self.sessions.begin(options)
     }
 
+    /// Returns the number of sessions that have ended.
+    pub fn ended_sessions(&self) -> u64 {
+        self.sessions.ended()
+    }
+
     /// Asks a session to end. Blocks that it acknowledged stay. Returns whether a session of this number runs.
     pub fn stop_session(&self, id: u64) -> bool {
         self.sessions.stop(id)
@@ -219,8 +219,8 @@ impl Node {
 
 #[cfg(test)]
 mod tests {
-    use super::status::Direction;
     use super::*;
+    use crate::status::Direction;
 
     fn node(folder: &tempfile::TempDir) -> Arc<Node> {
         let mut options = NodeOptions::new("test", [folder.path()]);

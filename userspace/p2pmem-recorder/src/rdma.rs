@@ -67,7 +67,7 @@ pub(crate) fn open_nic(name: &str) -> Result<Arc<Nic>> {
     })
 }
 
-/// The numbers of work requests and messages that an endpoint has room for.
+/// The numbers of work requests and messages that an endpoint has space for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Capacity {
     /// Work requests in the send queue.

@@ -22,8 +22,9 @@ use crate::client::record::{record, RecordOptions, Recorded};
 use crate::client::{Remote, SessionRequest, Verification};
 use crate::control::{Start, Token};
 use crate::memory::BlockMemory;
-use crate::node::status::{Lun, MemoryKind};
-use crate::node::{serve, Node, NodeOptions, Port};
+use crate::node::{Node, NodeOptions};
+use crate::serve::{serve, Port};
+use crate::status::{Lun, MemoryKind};
 use crate::store::{LunOptions, StreamOptions};
 
 /// Version of the JSON that the program prints: the member `schema`.

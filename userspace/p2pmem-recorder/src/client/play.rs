@@ -192,7 +192,7 @@ impl Player<'_> {
         let started = Instant::now();
         let mut last_progress = started;
         let timeout = self.options.session.remote.timeout;
-        // A block may have to wait for its turn at the rate that was asked for.
+        // A block may have to wait for its turn at the requested rate.
         let pause = self
             .options
             .rate

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-use super::status::Drive;
+use crate::status::Drive;
 
 /// Bytes of a sector in `/sys/dev/block/*/stat`.
 const SECTOR: u64 = 512;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use super::status::{Direction, Limit, Session};
+use crate::status::{Direction, Limit, Session};
 use crate::store::ChannelName;
 
 /// The number of ended sessions that stay in the status. Sessions that run at the same time can make it more, until the next

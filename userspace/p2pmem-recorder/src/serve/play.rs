@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Access;
 
-use super::serve::{Ended, Port, CHECK_INTERVAL};
-use super::status::{Direction, Limit};
-use super::{Node, SessionHandle, SessionOptions};
+use super::setup::{Ended, Port, CHECK_INTERVAL};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Error as ControlError, Play, Reply, Request, Start, Window};
 use crate::engine::PlayEngine;
 use crate::memory::BlockMemory;
+use crate::node::{Node, SessionHandle, SessionOptions};
 use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::status::{Direction, Limit};
 use crate::store::{Block, ChannelName, Files, Reader};
 
 /// Which blocks follow.
@@ -118,17 +118,17 @@ pub(super) fn play(
     let number = match request.recording {
         Some(number) => number,
         None => {
-            let latest = node.store.recordings(&name)?.last().map(|recording| recording.number);
+            let latest = node.store().recordings(&name)?.last().map(|recording| recording.number);
             latest.with_context(|| format!("channel {name} has no recording"))?
         }
     };
-    let reader = node.store.reader(&name, number)?;
+    let reader = node.store().reader(&name, number)?;
     let cursor = Cursor::new(&reader, request);
     ensure!(
         cursor.first.is_some(),
-        "recording {name}/{number} has no block at or after the start that was asked for"
+        "recording {name}/{number} has no block at or after the requested start"
     );
-    let buffers = node.options.buffers.min(request.buffers.max(1));
+    let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
     let endpoint = Endpoint::new(
         &port.nic,
@@ -155,7 +155,7 @@ pub(super) fn play(
         buffers,
     });
     endpoint.connect(&request.address)?;
-    let engine_reader = node.store.reader(&name, number)?;
+    let engine_reader = node.store().reader(&name, number)?;
     let engine = PlayEngine::new(engine_reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let session = Playback {
         node,
@@ -242,10 +242,10 @@ impl Playback<'_> {
                 waiting_since = Instant::now();
                 continue;
             }
-            if waiting_since.elapsed() > self.node.options.timeout && limit != Limit::Rate {
+            if waiting_since.elapsed() > self.node.options().timeout && limit != Limit::Rate {
                 bail!(
                     "neither the drives nor the other side did anything for {:?}",
-                    self.node.options.timeout
+                    self.node.options().timeout
                 );
             }
             if self.endpoint.arm()? {

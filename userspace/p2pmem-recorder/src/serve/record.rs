@@ -10,14 +10,14 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Nic};
 
-use super::serve::{Ended, Port, CHECK_INTERVAL};
-use super::status::{Direction, Limit};
-use super::{Node, SessionHandle, SessionOptions};
+use super::setup::{Ended, Port, CHECK_INTERVAL};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
 use crate::control::{unexpected, Connection, Error as ControlError, Record, Reply, Request};
 use crate::engine::RecordEngine;
 use crate::memory::BlockMemory;
+use crate::node::{Node, SessionHandle, SessionOptions};
 use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::status::{Direction, Limit};
 use crate::store::{Block, ChannelName, Files};
 
 /// A recording session.
@@ -54,7 +54,7 @@ pub(super) fn record(
     let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
     let block_size = node.check_block_size(&name, request.block_size)?;
     let nic: &Arc<Nic> = &port.nic;
-    let buffers = node.options.buffers.min(request.buffers.max(1));
+    let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
     let endpoint = Endpoint::new(
         nic,
@@ -67,7 +67,7 @@ pub(super) fn record(
         },
     )?;
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, Access::LOCAL_WRITE)?;
-    let writer = node.store.writer(&name, request.started)?;
+    let writer = node.store().writer(&name, request.started)?;
     let recording = writer.recording();
     let memory = node.describe_memory(&blocks);
     let handle = node.begin_session(SessionOptions {
@@ -122,7 +122,7 @@ impl Recording<'_> {
         if let Err(error) = &result {
             self.handle.failed(format!("{error:#}"));
         }
-        // Blocks in flight complete and are recorded, although nobody is told of them after an error.
+        // Blocks in flight complete and are recorded, although the other side gets no acknowledgement after an error.
         let (done, finished) = self.engine.finish();
         self.handle.acknowledged(done.acknowledged.len() as u64);
         for failure in &done.failures {
@@ -166,11 +166,11 @@ impl Recording<'_> {
                 waiting_since = Instant::now();
                 continue;
             }
-            if waiting_since.elapsed() > self.node.options.timeout && self.filled > 0 {
+            if waiting_since.elapsed() > self.node.options().timeout && self.filled > 0 {
                 bail!(
                     "the drives did not complete {} blocks within {:?}",
                     self.filled,
-                    self.node.options.timeout
+                    self.node.options().timeout
                 );
             }
             if self.endpoint.arm()? {

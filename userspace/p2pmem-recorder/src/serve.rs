@@ -2,59 +2,28 @@
 
 //! Serves the control connections of a node: each has a thread, and at most one session.
 
+mod play;
+mod record;
+mod setup;
+
 use std::io;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 use std::thread;
-use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
-use p2pmem::{Client, Device};
-use p2pmem_verbs::Nic;
+use anyhow::{Context, Result};
 
-use super::status::MemoryKind;
-use super::{play, record, Node};
+pub use setup::Port;
+use setup::{Ended, CHECK_INTERVAL};
+
 use crate::control::{unexpected, ChannelRequest, Connection, ListedChannel, Reply, Request, Token, MAX_LISTED};
-use crate::memory::{drives_of, BlockMemory};
-use crate::rdma::{open_nic, wait, MAX_BLOCK};
-use crate::store::ChannelName;
+use crate::node::Node;
+use crate::rdma::wait;
 
 /// The most connections at a time.
 const MAX_CONNECTIONS: usize = 64;
-/// The most time between two looks at what has no event, such as a request to stop.
-pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
-
-/// A NIC of the node.
-#[derive(Debug, Clone)]
-pub struct Port {
-    pub(super) nic: Arc<Nic>,
-    pub(super) client: Client,
-    pub(super) gid_index: u8,
-}
-
-impl Port {
-    /// Opens a NIC by its name. `gid_index` selects the entry of the port's GID table.
-    ///
-    /// # Errors
-    ///
-    /// There is no such RDMA device, or it has no PCI function.
-    pub fn open(name: &str, gid_index: u8) -> Result<Self> {
-        Ok(Self {
-            nic: open_nic(name)?,
-            client: Client::resolve(name)?,
-            gid_index,
-        })
-    }
-}
-
-/// What a session achieved.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Ended {
-    pub(super) blocks: u64,
-}
-
 /// Serves connections until [`Node::shut_down`], or until `sessions` sessions have ended. Sessions that run at a shutdown end
 /// within their next step.
 ///
@@ -71,7 +40,7 @@ pub fn serve(
     listener.set_nonblocking(true)?;
     let open = AtomicUsize::new(0);
     thread::scope(|scope| {
-        while !node.is_stopping() && sessions.is_none_or(|most| node.sessions.ended() < most) {
+        while !node.is_stopping() && sessions.is_none_or(|most| node.ended_sessions() < most) {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -116,7 +85,7 @@ fn refuse(stream: TcpStream) {
 /// Serves one connection to its end.
 fn converse(node: &Arc<Node>, stream: TcpStream, token: &Token, ports: &[Port]) -> Result<()> {
     stream.set_nonblocking(false)?;
-    let mut connection = Connection::new(stream, node.options.timeout)?;
+    let mut connection = Connection::new(stream, node.options().timeout)?;
     let result = handle(node, &mut connection, token, ports);
     let reply = match &result {
         Ok(None) => return Ok(()),
@@ -131,7 +100,7 @@ fn converse(node: &Arc<Node>, stream: TcpStream, token: &Token, ports: &[Port]) 
 }
 
 fn handle(node: &Arc<Node>, connection: &mut Connection, token: &Token, ports: &[Port]) -> Result<Option<Ended>> {
-    let peer = connection.welcome(token, &node.options.name)?;
+    let peer = connection.welcome(token, &node.options().name)?;
     let port = |number: u32| {
         ports
             .get(number as usize)
@@ -174,71 +143,4 @@ fn list(node: &Node, connection: &mut Connection) -> Result<()> {
     let (channels, last) = (Vec::new(), true);
     connection.send(&Reply::Listing { channels, last })?;
     Ok(())
-}
-
-impl Node {
-    /// Returns the bytes of a block of the stream, which must be those that the other side has.
-    pub(super) fn check_block_size(&self, name: &ChannelName, block_size: u64) -> Result<u64> {
-        let streams = self.store.streams(&name.lun)?;
-        let stream = streams.iter().find(|stream| stream.name == name.stream);
-        let stream = stream.with_context(|| format!("there is no stream {}/{}", name.lun, name.stream))?;
-        ensure!(
-            stream.block_size == block_size,
-            "stream {}/{} has blocks of {} bytes, not {block_size}",
-            name.lun,
-            name.stream,
-            stream.block_size
-        );
-        ensure!(
-            block_size <= MAX_BLOCK,
-            "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
-        );
-        Ok(block_size)
-    }
-
-    /// Allocates the buffers of a session: device memory near the NIC and the drives of the LUN, or host memory if the
-    /// administrator asked for it.
-    pub(super) fn memory_for(
-        &self,
-        name: &ChannelName,
-        port: &Port,
-        block_size: u64,
-        buffers: u32,
-    ) -> Result<BlockMemory> {
-        let count = buffers as usize;
-        if self.options.memory == MemoryKind::Host {
-            return Ok(BlockMemory::host(block_size, count)?);
-        }
-        let mut clients = vec![port.client.clone()];
-        for (folder, _) in self.store.lun(&name.lun)?.drives {
-            for client in drives_of(&folder)? {
-                if !clients.contains(&client) {
-                    clients.push(client);
-                }
-            }
-        }
-        let names: Vec<String> = clients.iter().map(|client| client.name().to_owned()).collect();
-        let device = Device::open()?;
-        let memory = BlockMemory::near(&device, clients, None, block_size, count);
-        memory.with_context(|| {
-            format!(
-                "allocating {count} buffers of {block_size} bytes near {}; --memory host uses host memory instead",
-                names.join(", ")
-            )
-        })
-    }
-
-    /// Describes the memory of a session for people.
-    pub(super) fn describe_memory(&self, blocks: &BlockMemory) -> String {
-        match (blocks.provider(), blocks.buffer()) {
-            (Some(provider), Some(buffer)) => {
-                let path = buffer
-                    .class()
-                    .map(|class| format!(", path to the farthest device: {class}"));
-                format!("{}{}", provider.addr, path.unwrap_or_default())
-            }
-            (None, Some(buffer)) => format!("provider {}", buffer.provider()),
-            _ => "host memory".into(),
-        }
-    }
 }

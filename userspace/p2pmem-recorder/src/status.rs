@@ -133,7 +133,7 @@ pub enum Limit {
     Peer,
     /// The drives: most buffers wait for them.
     Drive,
-    /// The rate that the other side asked for.
+    /// The rate that the other side requested.
     Rate,
 }
 

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What sessions of both directions need: a NIC, buffers, and limits.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{ensure, Context, Result};
+use p2pmem::{Client, Device};
+use p2pmem_verbs::Nic;
+
+use crate::memory::{drives_of, BlockMemory};
+use crate::node::Node;
+use crate::rdma::{open_nic, MAX_BLOCK};
+use crate::status::MemoryKind;
+use crate::store::ChannelName;
+
+/// The most time between two looks at what has no event, such as a request to stop.
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
+
+/// A NIC of the node.
+#[derive(Debug, Clone)]
+pub struct Port {
+    pub(super) nic: Arc<Nic>,
+    pub(super) client: Client,
+    pub(super) gid_index: u8,
+}
+
+impl Port {
+    /// Opens a NIC by its name. `gid_index` selects the entry of the port's GID table.
+    ///
+    /// # Errors
+    ///
+    /// There is no such RDMA device, or it has no PCI function.
+    pub fn open(name: &str, gid_index: u8) -> Result<Self> {
+        Ok(Self {
+            nic: open_nic(name)?,
+            client: Client::resolve(name)?,
+            gid_index,
+        })
+    }
+}
+
+/// What a session achieved.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ended {
+    pub(super) blocks: u64,
+}
+
+impl Node {
+    /// Returns the bytes of a block of the stream, which must be those that the other side has.
+    pub(super) fn check_block_size(&self, name: &ChannelName, block_size: u64) -> Result<u64> {
+        let streams = self.store().streams(&name.lun)?;
+        let stream = streams.iter().find(|stream| stream.name == name.stream);
+        let stream = stream.with_context(|| format!("there is no stream {}/{}", name.lun, name.stream))?;
+        ensure!(
+            stream.block_size == block_size,
+            "stream {}/{} has blocks of {} bytes, not {block_size}",
+            name.lun,
+            name.stream,
+            stream.block_size
+        );
+        ensure!(
+            block_size <= MAX_BLOCK,
+            "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
+        );
+        Ok(block_size)
+    }
+
+    /// Allocates the buffers of a session: device memory near the NIC and the drives of the LUN, or host memory if the
+    /// administrator requested it.
+    pub(super) fn memory_for(
+        &self,
+        name: &ChannelName,
+        port: &Port,
+        block_size: u64,
+        buffers: u32,
+    ) -> Result<BlockMemory> {
+        let count = buffers as usize;
+        if self.options().memory == MemoryKind::Host {
+            return Ok(BlockMemory::host(block_size, count)?);
+        }
+        let mut clients = vec![port.client.clone()];
+        for (folder, _) in self.store().lun(&name.lun)?.drives {
+            for client in drives_of(&folder)? {
+                if !clients.contains(&client) {
+                    clients.push(client);
+                }
+            }
+        }
+        let names: Vec<String> = clients.iter().map(|client| client.name().to_owned()).collect();
+        let device = Device::open()?;
+        let memory = BlockMemory::near(&device, clients, None, block_size, count);
+        memory.with_context(|| {
+            format!(
+                "allocating {count} buffers of {block_size} bytes near {}; --memory host uses host memory instead",
+                names.join(", ")
+            )
+        })
+    }
+
+    /// Describes the memory of a session for people.
+    pub(super) fn describe_memory(&self, blocks: &BlockMemory) -> String {
+        match (blocks.provider(), blocks.buffer()) {
+            (Some(provider), Some(buffer)) => {
+                let path = buffer
+                    .class()
+                    .map(|class| format!(", path to the farthest device: {class}"));
+                format!("{}{}", provider.addr, path.unwrap_or_default())
+            }
+            (None, Some(buffer)) => format!("provider {}", buffer.provider()),
+            _ => "host memory".into(),
+        }
+    }
+}
