@@ -158,7 +158,7 @@ impl Node {
         self.changes.observe(observer);
     }
 
-    /// Calls the observers, also after a failure, which can leave a part of the change.
+    /// Calls the observers, also after a failure, after which a part of the change can remain.
     fn changed(&self, result: Result<()>) -> Result<()> {
         self.changes.notify();
         result
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn observers_are_told_of_changes() {
+    fn observers_are_called_after_changes() {
         let folder = tempfile::tempdir().unwrap();
         let node = node(&folder);
         let calls = Arc::new(std::sync::atomic::AtomicU32::new(0));

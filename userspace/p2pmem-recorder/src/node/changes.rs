@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tells observers that the state of a node changed.
+//! Notifies observers of changes of a node.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 

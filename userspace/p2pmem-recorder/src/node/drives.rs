@@ -72,7 +72,7 @@ impl Drives {
         let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
         let drive = |(folder, device): &(PathBuf, Option<BlockDevice>)| {
             let (read, written, in_flight) = device.as_ref().map_or((0, 0, 0), BlockDevice::counters);
-            // Of a file system that cannot tell, nothing is known to be free.
+            // Without an answer of the file system, no space is known.
             let (size, free) = rustix::fs::statvfs(folder).map_or((0, 0), |space| {
                 (space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
             });

@@ -152,7 +152,7 @@ pub enum Limit {
     Peer,
     /// The drives: most buffers wait for them.
     Drive,
-    /// The rate that the other side asked for.
+    /// The rate that the other side requested.
     Rate,
 }
 
