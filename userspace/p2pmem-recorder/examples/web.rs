@@ -27,11 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     options.cached = true;
     options.memory = MemoryKind::Host;
     let node = Node::open(options)?;
-    node.create_lun(
-        "fast",
-        &LunOptions::new(drives).segment_size(8 << 20).segments(8),
-        || {},
-    )?;
+    node.create_lun("fast", &LunOptions::new(drives).segment_size(8 << 20).segments(8))?;
     node.create_stream("fast", "radar", &StreamOptions::new(1 << 20).channels(2))?;
     let server = serve(Arc::clone(&node), TcpListener::bind(address)?, &WebOptions::new(token))?;
     println!("http://{}/ until the end of standard input", server.address());

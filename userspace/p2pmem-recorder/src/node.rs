@@ -165,13 +165,23 @@ impl Node {
     }
 
     /// Creates a LUN. Writes zeros to all of its bytes, which takes as long as writing them takes; the status shows the
-    /// progress. Calls `begun` when the name and the options are valid and writing begins.
+    /// progress.
     ///
     /// # Errors
     ///
-    /// Those of [`Store::create_lun`], and [`Busy`](crate::store::Error::Busy) while a LUN is being created. An error after
-    /// the call of `begun` is also in the status, until the next LUN is created.
-    pub fn create_lun(&self, name: &str, options: &LunOptions, begun: impl FnOnce()) -> Result<()> {
+    /// Those of [`Store::create_lun`], and [`Busy`](crate::store::Error::Busy) while a LUN is being created.
+    pub fn create_lun(&self, name: &str, options: &LunOptions) -> Result<()> {
+        self.create_lun_with(name, options, || {})
+    }
+
+    /// Creates a LUN as [`create_lun`](Self::create_lun) does. Calls `begun` when the name and the options are valid and
+    /// writing begins.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`create_lun`](Self::create_lun). An error after the call of `begun` is also in the status, until the next LUN
+    /// is created.
+    pub fn create_lun_with(&self, name: &str, options: &LunOptions, begun: impl FnOnce()) -> Result<()> {
         let begun = std::cell::Cell::new(Some(begun));
         let result = self.creations.run(name, options.total(), |progress| {
             self.store.create_lun_with_progress(name, options, |written| {
@@ -281,7 +291,7 @@ mod tests {
         let node = node(&folder);
         let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(2);
         let begun = std::cell::Cell::new(false);
-        node.create_lun("fast", &lun, || begun.set(true)).unwrap();
+        node.create_lun_with("fast", &lun, || begun.set(true)).unwrap();
         assert!(begun.get());
         node.create_stream("fast", "radar", &StreamOptions::new(64 << 10).channels(2))
             .unwrap();
@@ -339,15 +349,15 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let node = node(&folder);
         let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(2);
-        node.create_lun("no good", &lun, || panic!("began")).unwrap_err();
-        node.create_lun("none", &lun.clone().segments(0), || panic!("began"))
+        node.create_lun_with("no good", &lun, || panic!("began")).unwrap_err();
+        node.create_lun_with("none", &lun.clone().segments(0), || panic!("began"))
             .unwrap_err();
         let begun = || {
             let creation = node.status().creation.unwrap();
             assert_eq!((creation.written, creation.total), (0, 2 << 20));
             assert!(matches!(node.delete_lun("fast"), Err(crate::store::Error::Busy { .. })));
         };
-        node.create_lun("fast", &lun, begun).unwrap();
+        node.create_lun_with("fast", &lun, begun).unwrap();
         assert_eq!(node.status().creation, None);
         node.delete_lun("fast").unwrap();
     }
@@ -369,7 +379,7 @@ mod tests {
         };
         let mut seen = 0;
         let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(1);
-        node.create_lun("fast", &lun, || {}).unwrap();
+        node.create_lun("fast", &lun).unwrap();
         more(&mut seen);
         node.create_stream("fast", "radar", &StreamOptions::new(4096)).unwrap();
         more(&mut seen);

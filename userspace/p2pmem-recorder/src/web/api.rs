@@ -140,7 +140,7 @@ async fn create_lun(State(app): State<Arc<App>>, Json(lun): Json<NewLun>) -> Ans
             .segment_size(lun.segment_size)
             .segments(lun.segments);
         // Sending fails if the client has gone, which does not concern the creation.
-        node.create_lun(&lun.name, &options, || begun.send(()).unwrap_or_default())
+        node.create_lun_with(&lun.name, &options, || begun.send(()).unwrap_or_default())
     });
     // The sender is dropped unused after an error.
     if has_begun.await.is_err() {

@@ -219,7 +219,7 @@ fn an_expired_cookie_gives_no_access() {
 #[test]
 fn every_path_of_the_interface_needs_a_login() {
     let bed = Bed::new();
-    bed.node.create_lun("fast", &bed.lun(), || {}).unwrap();
+    bed.node.create_lun("fast", &bed.lun()).unwrap();
     let recording = "/api/luns/fast/streams/radar/channels/0/recordings/0";
     let requests = [
         ("GET", "/api/status"),
@@ -272,7 +272,7 @@ fn failed_attempts_are_limited_and_logins_stay() {
 #[test]
 fn requests_of_other_sites_change_nothing() {
     let bed = Bed::new();
-    bed.node.create_lun("fast", &bed.lun(), || {}).unwrap();
+    bed.node.create_lun("fast", &bed.lun()).unwrap();
     let cookie = bed.cookie();
     let cookie = ("Cookie", cookie.as_str());
     let own = format!("http://{}", bed.server.address());
@@ -433,7 +433,7 @@ fn the_creation_of_a_lun_blocks_neither_events_nor_answers() {
     std::thread::scope(|scope| {
         let (node, lun) = (&bed.node, bed.lun());
         let creation = scope.spawn(move || {
-            node.create_lun("slow", &lun, || {
+            node.create_lun_with("slow", &lun, || {
                 begun.send(()).unwrap();
                 wait.recv_timeout(BOUND).unwrap();
             })
@@ -611,7 +611,7 @@ fn options_do_not_print_the_token() {
 #[test]
 fn a_stream_of_a_lun_is_created_by_its_options() {
     let bed = Bed::new();
-    bed.node.create_lun("fast", &bed.lun(), || {}).unwrap();
+    bed.node.create_lun("fast", &bed.lun()).unwrap();
     let stream = r#"{"name": "radar", "block_size": 4096, "channels": 1025}"#;
     assert!(bed
         .call("POST", "/api/luns/fast/streams", stream)

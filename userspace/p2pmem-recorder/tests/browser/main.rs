@@ -53,7 +53,7 @@ impl Bed {
         let lun = LunOptions::new(["nvme0", "nvme1"].map(|name| self.drive(name)))
             .segment_size(MIB)
             .segments(4);
-        self.node.create_lun("fast", &lun, || {}).unwrap();
+        self.node.create_lun("fast", &lun).unwrap();
         let stream = StreamOptions::new(64 << 10).channels(2);
         self.node.create_stream("fast", "radar", &stream).unwrap();
     }
