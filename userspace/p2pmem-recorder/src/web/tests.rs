@@ -515,7 +515,7 @@ fn an_event_stream_ends_with_its_login() {
     others.next().unwrap();
     let origin = format!("http://{}", bed.server.address());
     bed.request("POST", "/logout", &[("Cookie", &cookie), ("Origin", &origin)], "");
-    assert!(events.count() < 5, "a few may be sent before");
+    assert!(events.take(10).count() < 10, "a few may be sent before");
     assert!(others.next().is_some());
 }
 
@@ -542,7 +542,7 @@ fn stopping_ends_event_streams_and_closes_the_port() {
     let idle = bed.connect();
     let address = bed.server.address();
     bed.server.stop();
-    assert!(events.count() < 5);
+    assert!(events.take(10).count() < 10);
     drop(idle);
     assert!(TcpStream::connect(address).is_err());
 }
