@@ -31,25 +31,29 @@ struct Driver {
 }
 
 impl Driver {
+    /// Starts a driver. It chooses a port for IPv4 and IPv6, and ends if another process takes the port first.
     fn start() -> Self {
-        let process = Command::new("chromedriver")
-            .arg("--port=0")
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("chromedriver is missing (Debian: apt-get install chromium chromium-driver)");
-        let mut driver = Self {
-            process,
-            port: 0,
-            session: None,
-        };
-        let lines = BufReader::new(driver.process.stdout.take().unwrap()).lines();
-        for line in lines.map_while(Result::ok) {
-            if let Some((_, port)) = line.split_once("successfully on port ") {
-                driver.port = port.trim_end_matches('.').parse().unwrap();
-                return driver;
+        let mut output = String::new();
+        for _ in 0..10 {
+            let mut driver = Self {
+                process: Command::new("chromedriver")
+                    .arg("--port=0")
+                    .stdout(Stdio::piped())
+                    .spawn()
+                    .expect("chromedriver is missing (Debian: apt-get install chromium chromium-driver)"),
+                port: 0,
+                session: None,
+            };
+            let lines = BufReader::new(driver.process.stdout.take().unwrap()).lines();
+            for line in lines.map_while(Result::ok) {
+                if let Some((_, port)) = line.split_once("successfully on port ") {
+                    driver.port = port.trim_end_matches('.').parse().unwrap();
+                    return driver;
+                }
+                output += &format!("{line}\n");
             }
         }
-        panic!("chromedriver did not start");
+        panic!("chromedriver did not start:\n{output}");
     }
 
     /// Sends a request that the WebDriver crate does not have.

@@ -239,6 +239,10 @@ async fn deleting_asks_for_confirmation() {
     browser.focus_by_tab("#confirm-yes").await;
     browser.press(ENTER).await;
     browser.wait(&has(recordings, "0 recordings")).await;
+    // Then the focus is on the heading.
+    browser
+        .wait(&has("#announcement", "recording 0 of fast/radar/0 was deleted"))
+        .await;
     assert_eq!(bed.node.store().recordings(&channel).unwrap().len(), 0);
 
     // A LUN that is in use stays, and the page says why.
