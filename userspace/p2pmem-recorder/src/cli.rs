@@ -79,6 +79,11 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS:PORT", default_value_t = SocketAddr::from(([0, 0, 0, 0], PORT)))]
     pub listen: SocketAddr,
 
+    /// Where to serve the management in the browser, such as 127.0.0.1:8080. Log in with the token. A reverse proxy adds TLS.
+    #[cfg(feature = "web")]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub web: Option<SocketAddr>,
+
     /// The name of this node, for people [default: the host name]
     #[arg(long)]
     pub name: Option<String>,

@@ -12,6 +12,7 @@
 //! | [`node`] | the storage node: its store, and what it knows of its sessions |
 //! | [`serve`] | the sessions of a storage node: recording and playback by RDMA |
 //! | [`client`] | the accelerator node: recording and playback |
+//! | `web` | the management of a storage node in the browser (feature `web`) |
 //! | [`cli`], `run` | the program |
 //!
 //! `Documentation/design/recorder.md` describes the design.
@@ -28,5 +29,7 @@ pub mod serve;
 pub mod status;
 pub mod store;
 mod sys;
+#[cfg(feature = "web")]
+pub mod web;
 
 pub use run::main;

@@ -5,6 +5,8 @@
 //! A [`Node`] is shared by the threads that serve sessions, and by the management in the browser. LUNs and streams are in
 //! the [store](crate::store) on the drives, so a node needs no other file.
 
+mod changes;
+mod creation;
 mod drives;
 mod sessions;
 
@@ -13,6 +15,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use changes::Changes;
+pub use changes::Observer;
+use creation::Creations;
 use sessions::Sessions;
 pub use sessions::{SessionHandle, SessionOptions};
 
@@ -55,7 +60,9 @@ pub struct Node {
     options: NodeOptions,
     store: Store<Files>,
     drives: drives::Drives,
+    creations: Creations,
     sessions: Sessions,
+    changes: Arc<Changes>,
     started: Instant,
     stopping: AtomicBool,
 }
@@ -84,7 +91,9 @@ impl Node {
             drives: drives::Drives::new(&options.drives),
             options,
             store,
+            creations: Creations::default(),
             sessions: Sessions::default(),
+            changes: Arc::default(),
             started: Instant::now(),
             stopping: AtomicBool::new(false),
         }))
@@ -109,6 +118,7 @@ impl Node {
             memory: self.options.memory,
             drives: self.drives.status(),
             luns: self.luns(),
+            creation: self.creations.status(),
             sessions: self.sessions.status(),
             problems: self
                 .store
@@ -140,22 +150,59 @@ impl Node {
         infos.iter().map(|info| Lun::new(info, streams(&info.name))).collect()
     }
 
-    /// Creates a LUN. Writes zeros to all of its bytes, which takes as long as writing them takes.
+    /// Calls `observer` after each change that a person should see at once: what is created or deleted, sessions that begin
+    /// and end, and errors of drives. The counters of sessions and drives change without a call. The observer is called as
+    /// long as it exists.
+    pub fn observe(&self, observer: &Arc<Observer>) {
+        self.changes.observe(observer);
+    }
+
+    /// Calls the observers, also after a failure, after which a part of the change can remain.
+    fn changed(&self, result: Result<()>) -> Result<()> {
+        self.changes.notify();
+        result
+    }
+
+    /// Creates a LUN. Writes zeros to all of its bytes, which takes as long as writing them takes; the status shows the
+    /// progress.
     ///
     /// # Errors
     ///
-    /// Those of [`Store::create_lun`].
+    /// Those of [`Store::create_lun`], and [`Busy`](crate::store::Error::Busy) while a LUN is being created.
     pub fn create_lun(&self, name: &str, options: &LunOptions) -> Result<()> {
-        self.store.create_lun(name, options)
+        self.create_lun_with(name, options, || {})
+    }
+
+    /// Creates a LUN as [`create_lun`](Self::create_lun) does. Calls `begun` when the name and the options are valid and
+    /// writing begins.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`create_lun`](Self::create_lun). An error after the call of `begun` is also in the status, until the next LUN
+    /// is created.
+    pub fn create_lun_with(&self, name: &str, options: &LunOptions, begun: impl FnOnce()) -> Result<()> {
+        let begun = std::cell::Cell::new(Some(begun));
+        let result = self.creations.run(name, options.total(), |progress| {
+            self.store.create_lun_with_progress(name, options, |written| {
+                progress(written);
+                if let Some(begun) = begun.take() {
+                    begun();
+                    self.changes.notify();
+                }
+            })
+        });
+        self.changes.notify();
+        result
     }
 
     /// Deletes a LUN with everything in it.
     ///
     /// # Errors
     ///
-    /// Those of [`Store::delete_lun`].
+    /// Those of [`Store::delete_lun`], and [`Busy`](crate::store::Error::Busy) while a LUN is being created.
     pub fn delete_lun(&self, name: &str) -> Result<()> {
-        self.store.delete_lun(name)
+        self.creations.check_idle()?;
+        self.changed(self.store.delete_lun(name))
     }
 
     /// Creates a stream.
@@ -164,7 +211,7 @@ impl Node {
     ///
     /// Those of [`Store::create_stream`].
     pub fn create_stream(&self, lun: &str, name: &str, options: &StreamOptions) -> Result<()> {
-        self.store.create_stream(lun, name, options)
+        self.changed(self.store.create_stream(lun, name, options))
     }
 
     /// Deletes a stream with its recordings.
@@ -173,7 +220,7 @@ impl Node {
     ///
     /// Those of [`Store::delete_stream`].
     pub fn delete_stream(&self, lun: &str, name: &str) -> Result<()> {
-        self.store.delete_stream(lun, name)
+        self.changed(self.store.delete_stream(lun, name))
     }
 
     /// Deletes a recording.
@@ -182,12 +229,12 @@ impl Node {
     ///
     /// Those of [`Store::delete_recording`].
     pub fn delete_recording(&self, channel: &ChannelName, number: u64) -> Result<()> {
-        self.store.delete_recording(channel, number)
+        self.changed(self.store.delete_recording(channel, number))
     }
 
     /// Registers a session that begins.
     pub fn begin_session(&self, options: SessionOptions) -> SessionHandle {
-        self.sessions.begin(options)
+        self.sessions.begin(options, &self.changes)
     }
 
     /// Returns the number of sessions that have ended.
@@ -203,6 +250,7 @@ impl Node {
     /// Records an error of a drive, for [`Node::status`].
     pub fn drive_failed(&self, folder: &std::path::Path, error: &std::io::Error) {
         self.drives.failed(folder, error);
+        self.changes.notify();
     }
 
     /// Asks all sessions to end, and new ones not to begin.
@@ -246,7 +294,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let node = node(&folder);
         let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(2);
-        node.create_lun("fast", &lun).unwrap();
+        let begun = std::cell::Cell::new(false);
+        node.create_lun_with("fast", &lun, || begun.set(true)).unwrap();
+        assert!(begun.get());
         node.create_stream("fast", "radar", &StreamOptions::new(64 << 10).channels(2))
             .unwrap();
         let running = node.begin_session(session("a"));
@@ -296,5 +346,57 @@ mod tests {
         node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
         let error = node.status().drives[0].error.clone().unwrap();
         assert!(error.contains("Input/output"), "{error}");
+    }
+
+    #[test]
+    fn the_creation_of_a_lun_begins_after_its_checks() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(2);
+        node.create_lun_with("no good", &lun, || panic!("began")).unwrap_err();
+        node.create_lun_with("none", &lun.clone().segments(0), || panic!("began"))
+            .unwrap_err();
+        let begun = || {
+            let creation = node.status().creation.unwrap();
+            assert_eq!((creation.written, creation.total), (0, 2 << 20));
+            assert!(matches!(node.delete_lun("fast"), Err(crate::store::Error::Busy { .. })));
+        };
+        node.create_lun_with("fast", &lun, begun).unwrap();
+        assert_eq!(node.status().creation, None);
+        node.delete_lun("fast").unwrap();
+    }
+
+    #[test]
+    fn observers_are_called_after_changes() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let calls = Arc::new(std::sync::atomic::AtomicU32::new(0));
+        let counter = Arc::clone(&calls);
+        let observer: Arc<Observer> = Arc::new(move || {
+            counter.fetch_add(1, Ordering::Relaxed);
+        });
+        node.observe(&observer);
+        let more = |before: &mut u32| {
+            let now = calls.load(Ordering::Relaxed);
+            assert!(now > *before, "no call");
+            *before = now;
+        };
+        let mut seen = 0;
+        let lun = LunOptions::new([folder.path()]).segment_size(1 << 20).segments(1);
+        node.create_lun("fast", &lun).unwrap();
+        more(&mut seen);
+        node.create_stream("fast", "radar", &StreamOptions::new(4096)).unwrap();
+        more(&mut seen);
+        let running = node.begin_session(session("a"));
+        more(&mut seen);
+        drop(running);
+        more(&mut seen);
+        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
+        more(&mut seen);
+        node.delete_lun("fast").unwrap();
+        more(&mut seen);
+        drop(observer);
+        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
+        assert_eq!(calls.load(Ordering::Relaxed), seen);
     }
 }

@@ -94,12 +94,33 @@ fn run_serve(args: &ServeArgs, out: &mut dyn Write) -> Result<()> {
         eprintln!("p2pmem-recorder: {}: {}", problem.name, problem.error);
     }
     let listener = TcpListener::bind(args.listen).with_context(|| format!("listening on {}", args.listen))?;
+    #[cfg(feature = "web")]
+    let _web = args
+        .web
+        .map(|address| serve_web(&node, address, &token, out))
+        .transpose()?;
     let stopping = Arc::clone(&node);
     ctrlc::set_handler(move || stopping.shut_down()).context("cannot catch signals")?;
     writeln!(out, "serving on {}", listener.local_addr()?)?;
     out.flush()?;
     serve(&node, &listener, &token, &ports, args.sessions)?;
     Ok(())
+}
+
+/// Serves the management in the browser until the result is dropped.
+#[cfg(feature = "web")]
+fn serve_web(
+    node: &Arc<Node>,
+    address: std::net::SocketAddr,
+    token: &Token,
+    out: &mut dyn Write,
+) -> Result<crate::web::Server> {
+    use crate::web::{self, WebOptions};
+
+    let listener = TcpListener::bind(address).with_context(|| format!("listening on {address}"))?;
+    let server = web::serve(Arc::clone(node), listener, &WebOptions::new(token.text()))?;
+    writeln!(out, "management at http://{}/", server.address())?;
+    Ok(server)
 }
 
 fn host_name() -> String {

@@ -23,6 +23,8 @@ pub struct Status {
     pub drives: Vec<Drive>,
     /// The LUNs, in the order of their names.
     pub luns: Vec<Lun>,
+    /// The LUN that is being created, or whose creation failed last.
+    pub creation: Option<Creation>,
     /// The sessions that run, and the latest that ended, in the order of their numbers.
     pub sessions: Vec<Session>,
     /// What the store could not repair when it was opened.
@@ -47,6 +49,10 @@ pub struct Drive {
     pub folder: PathBuf,
     /// The block device, such as `nvme0n1`; `None` if the file system has none.
     pub device: Option<String>,
+    /// Bytes of the file system.
+    pub size: u64,
+    /// Bytes of the file system that are free for LUNs.
+    pub free: u64,
     /// Bytes that the drive has written since the machine started.
     pub written: u64,
     /// Bytes that the drive has read since the machine started.
@@ -72,6 +78,19 @@ pub struct Lun {
     pub drives: Vec<PathBuf>,
     /// Its streams, in the order of their names.
     pub streams: Vec<Stream>,
+}
+
+/// The creation of a LUN, which writes all of its bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Creation {
+    /// The name of the LUN.
+    pub lun: String,
+    /// The bytes of the LUN.
+    pub total: u64,
+    /// The bytes that are written.
+    pub written: u64,
+    /// Why the creation failed. Without an error, it is in progress.
+    pub error: Option<String>,
 }
 
 /// A stream.

@@ -100,6 +100,12 @@ impl LunOptions {
         self
     }
 
+    /// Returns the bytes of all segments.
+    pub fn total(&self) -> u64 {
+        let segments = self.segments.saturating_mul(self.drives.len() as u64);
+        self.segment_size.saturating_mul(segments)
+    }
+
     fn check(&self, drives: &[PathBuf]) -> Result<()> {
         let invalid = |what, value, remedy| Err(Error::InvalidValue { what, value, remedy });
         if self.drives.is_empty() {
@@ -289,6 +295,16 @@ impl<S: System> Store<S> {
     /// [`Error::Exists`], [`Error::Unfinished`], [`Error::InvalidName`], [`Error::InvalidValue`]; [`Error::NotFound`] if the
     /// store does not have a drive; [`Error::Io`], with ENOSPC if a drive is full.
     pub fn create_lun(&self, name: &str, options: &LunOptions) -> Result<()> {
+        self.create_lun_with_progress(name, options, |_| {})
+    }
+
+    /// Creates a LUN as [`create_lun`](Self::create_lun) does, and reports the number of bytes that are written: 0 when name
+    /// and options are valid and writing begins, and more after each segment.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`create_lun`](Self::create_lun).
+    pub fn create_lun_with_progress(&self, name: &str, options: &LunOptions, progress: impl Fn(u64)) -> Result<()> {
         check_name(name)?;
         options.check(&self.shared.drives)?;
         let _changes = locked(&self.shared.lun_changes);
@@ -296,6 +312,7 @@ impl<S: System> Store<S> {
         for drive in &self.shared.drives {
             check_unused(system, &layout::luns(drive), name)?;
         }
+        progress(0);
         let parents: Vec<PathBuf> = options.drives.iter().map(|drive| layout::luns(drive)).collect();
         let id = system.random().context("getting a random number for", &parents[0])?;
         let create = |member: usize, folder: &Path| {
@@ -316,6 +333,7 @@ impl<S: System> Store<S> {
                 system
                     .create_file(&path, options.segment_size)
                     .context("creating", &path)?;
+                progress((member as u64 * options.segments + number + 1) * options.segment_size);
             }
             system.sync_folder(&free).context("syncing", &free)
         };

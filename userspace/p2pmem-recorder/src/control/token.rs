@@ -64,6 +64,12 @@ impl Token {
         Ok(Self(token.to_owned()))
     }
 
+    /// Returns the token.
+    #[cfg(feature = "web")]
+    pub(crate) fn text(&self) -> &str {
+        &self.0
+    }
+
     /// Reads a token from a file that only its owner and its group can read.
     ///
     /// # Errors

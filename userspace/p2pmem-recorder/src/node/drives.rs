@@ -72,8 +72,14 @@ impl Drives {
         let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
         let drive = |(folder, device): &(PathBuf, Option<BlockDevice>)| {
             let (read, written, in_flight) = device.as_ref().map_or((0, 0, 0), BlockDevice::counters);
+            // Without an answer of the file system, no space is known.
+            let (size, free) = rustix::fs::statvfs(folder).map_or((0, 0), |space| {
+                (space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
+            });
             Drive {
                 folder: folder.clone(),
+                size,
+                free,
                 device: device.as_ref().map(|device| device.name.clone()),
                 written,
                 read,

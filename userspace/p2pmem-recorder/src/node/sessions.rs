@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::changes::Changes;
 use crate::status::{Direction, Limit, Session};
 use crate::store::ChannelName;
 
@@ -106,7 +107,7 @@ pub(super) struct Sessions {
 }
 
 impl Sessions {
-    pub(super) fn begin(&self, options: SessionOptions) -> SessionHandle {
+    pub(super) fn begin(&self, options: SessionOptions, changes: &Arc<Changes>) -> SessionHandle {
         let mut table = locked(&self.table);
         let id = table.next;
         table.next += 1;
@@ -137,7 +138,12 @@ impl Sessions {
         for id in oldest {
             table.entries.remove(&id);
         }
-        SessionHandle { entry }
+        drop(table);
+        changes.notify();
+        SessionHandle {
+            entry,
+            changes: Arc::clone(changes),
+        }
     }
 
     /// Returns the number of sessions that have ended.
@@ -182,6 +188,7 @@ impl Sessions {
 #[derive(Debug)]
 pub struct SessionHandle {
     entry: Arc<Entry>,
+    changes: Arc<Changes>,
 }
 
 impl SessionHandle {
@@ -227,5 +234,6 @@ impl Drop for SessionHandle {
     fn drop(&mut self) {
         self.entry.in_flight.store(0, Ordering::Relaxed);
         self.entry.running.store(false, Ordering::Release);
+        self.changes.notify();
     }
 }

@@ -62,6 +62,12 @@ pub enum Error {
         /// The name.
         name: String,
     },
+    /// A LUN is being created, which excludes other changes of LUNs.
+    #[error("LUN {name} is being created, and writes all of its bytes; try again when it is complete")]
+    Busy {
+        /// The LUN that is being created.
+        name: String,
+    },
     /// There is no such LUN, stream, channel, recording, or block.
     #[error("there is no {what} {name}")]
     NotFound {

@@ -1,0 +1,741 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+// The page of a storage node: shows the state that the server sends each second, and sends changes to /api.
+
+/* global uPlot */
+
+const get = (id) => document.getElementById(id);
+
+/** The latest state of the node. */
+let current;
+
+// --- elements ---------------------------------------------------------------------------------------------------------
+
+/** Returns a new element with attributes, listeners (onclick: function), and children (elements and text). */
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Sets the text of an element if it differs, so that screen readers and selections are left alone. */
+function setText(element, text) {
+  if (element.textContent !== String(text)) element.textContent = text;
+}
+
+function setHidden(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+function setClass(element, name, present) {
+  element.classList.toggle(name, present);
+}
+
+const lists = new WeakMap();
+
+/**
+ * Makes the children of `parent` those of `items`. An item keeps its element as long as its key exists, so that the focus and
+ * what was typed stay. `create` returns {element, update}.
+ */
+function showList(parent, items, key, create) {
+  const before = lists.get(parent) ?? new Map();
+  const after = new Map(items.map((item) => [String(key(item)), item]));
+  for (const [name, entry] of before) {
+    if (!after.has(name)) {
+      entry.element.remove();
+      before.delete(name);
+    }
+  }
+  let last = null;
+  for (const [name, item] of after) {
+    if (!before.has(name)) before.set(name, create(item));
+    const { element, update } = before.get(name);
+    update(item);
+    const place = last ? last.nextSibling : parent.firstChild;
+    if (element !== place) parent.insertBefore(element, place);
+    last = element;
+  }
+  lists.set(parent, before);
+}
+
+let nextId = 0;
+const newId = (prefix) => `${prefix}-${nextId++}`;
+
+// --- numbers ----------------------------------------------------------------------------------------------------------
+
+/** Returns a size with a unit, such as "1.5 GiB". */
+function sizeText(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+  let unit = 0;
+  let value = bytes;
+  while (value >= 1024 && unit + 1 < units.length) {
+    value /= 1024;
+    unit += 1;
+  }
+  const digits = unit > 0 && value < 100 && value % 1 !== 0 ? 1 : 0;
+  return `${value.toFixed(digits)} ${units[unit]}`;
+}
+
+/** Returns bytes per second as MB/s. */
+function rateText(rate) {
+  if (rate === undefined) return "–";
+  const value = rate / 1e6;
+  return value.toFixed(value > 0 && value < 100 ? 1 : 0);
+}
+
+const countText = (count) => count.toLocaleString("en");
+const plural = (count, one, many) => `${countText(count)} ${count === 1 ? one : many}`;
+
+function timeText(seconds) {
+  return new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
+}
+
+function durationText(seconds) {
+  const [days, hours, minutes] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
+  if (days > 0) return `${days} d ${hours} h`;
+  if (hours > 0) return `${hours} h ${minutes} min`;
+  return minutes > 0 ? `${minutes} min` : `${seconds} s`;
+}
+
+// --- changes ----------------------------------------------------------------------------------------------------------
+
+/** Sends a request. Fails with the reason that the server gives. */
+async function send(method, path, body) {
+  const options = { method, headers: {} };
+  if (body !== undefined) {
+    options.headers["Content-Type"] = "application/json";
+    options.body = JSON.stringify(body);
+  }
+  let response;
+  try {
+    response = await fetch(`/api${path}`, options);
+  } catch {
+    throw new Error("the storage node does not answer; check the network, and try again");
+  }
+  if (response.status === 401) location.assign("/login");
+  if (!response.ok) {
+    const answer = await response.json().catch(() => ({}));
+    throw new Error(answer.error ?? `the storage node answered ${response.status} ${response.statusText}`);
+  }
+}
+
+function announce(text) {
+  get("announcement").textContent = text;
+}
+
+function showMessage(element, text) {
+  element.textContent = text ?? "";
+  element.hidden = !text;
+}
+
+/** Asks in a dialog. Returns whether the answer was yes. */
+function confirmed(title, text, yes) {
+  const dialog = get("confirm");
+  get("confirm-title").textContent = title;
+  get("confirm-text").textContent = text;
+  get("confirm-yes").textContent = yes;
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((resolve) => {
+    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+  });
+}
+
+get("confirm-no").addEventListener("click", () => get("confirm").close(""));
+get("confirm-yes").addEventListener("click", () => get("confirm").close("yes"));
+
+/** Asks, deletes, and moves the focus to `heading`, because the button is gone. */
+async function remove(what, path, consequence, heading) {
+  if (!(await confirmed(`Delete ${what}?`, consequence, "Delete"))) return;
+  try {
+    await send("DELETE", path);
+    showMessage(get("message"));
+    announce(`${what} was deleted`);
+    heading.focus();
+  } catch (error) {
+    showMessage(get("message"), `Cannot delete ${what}: ${error.message}`);
+  }
+}
+
+/** Sends the body of a form, which `read` returns, and shows the reason of a failure in the form. */
+function onSubmit(form, read, done) {
+  const message = form.querySelector(".message");
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const button = form.querySelector("button[type=submit]");
+    button.disabled = true;
+    try {
+      const { path, body } = read(form);
+      await send("POST", path, body);
+      showMessage(message);
+      done(body);
+    } catch (error) {
+      showMessage(message, error.message);
+    } finally {
+      button.disabled = false;
+    }
+  });
+}
+
+const part = encodeURIComponent;
+
+// --- rates ------------------------------------------------------------------------------------------------------------
+
+const WINDOW = 120;
+// Events after a change follow each other faster than a second. Rates over so short times would jump.
+const SHORTEST = 900;
+
+const driveName = (drive) => drive.device ?? drive.folder;
+
+/** The counters of the last sample, rates since the sample before, and the history. */
+const rates = { last: undefined, sessions: new Map(), ports: new Map(), drives: new Map(), history: [] };
+
+function addTo(map, key, name, value) {
+  const entry = map.get(key) ?? {};
+  entry[name] = (entry[name] ?? 0) + value;
+  map.set(key, entry);
+}
+
+/** Computes rates from the differences of counters. */
+function sample(state) {
+  const last = rates.last;
+  if (last && state.elapsed < last.elapsed) {
+    // The storage node was started again.
+    rates.last = undefined;
+    rates.history = [];
+    return sample(state);
+  }
+  const counters = {
+    elapsed: state.elapsed,
+    sessions: new Map(state.sessions.map((session) => [session.id, session.blocks * session.block_size])),
+    drives: new Map(state.drives.map((drive) => [drive.folder, drive])),
+  };
+  if (!last) {
+    rates.last = counters;
+    return;
+  }
+  const time = (state.elapsed - last.elapsed) / 1000;
+  if (time * 1000 < SHORTEST) return;
+  rates.sessions = new Map();
+  rates.ports = new Map();
+  rates.drives = new Map();
+  for (const session of state.sessions) {
+    const rate = (counters.sessions.get(session.id) - (last.sessions.get(session.id) ?? 0)) / time;
+    rates.sessions.set(session.id, rate);
+    // A port of an ended session stays in the chart as long as the session is in the state.
+    addTo(rates.ports, session.nic, session.direction, rate);
+  }
+  for (const drive of state.drives) {
+    const before = last.drives.get(drive.folder) ?? drive;
+    addTo(rates.drives, driveName(drive), "write", Math.max(0, drive.written - before.written) / time);
+    addTo(rates.drives, driveName(drive), "read", Math.max(0, drive.read - before.read) / time);
+  }
+  rates.last = counters;
+  rates.history.push({ time: state.elapsed / 1000, ports: rates.ports, drives: rates.drives });
+  while (rates.history[0].time < state.elapsed / 1000 - WINDOW) rates.history.shift();
+  portChart.show(rates.history, "ports", ["record", "play"]);
+  driveChart.show(rates.history, "drives", ["write", "read"]);
+}
+
+const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const seriesColor = (index) => `--series-${(index % 6) + 1}`;
+
+/** A chart with a solid and a dashed line for each device. */
+class Chart {
+  constructor(element, label) {
+    this.element = element;
+    this.label = label;
+    this.names = [];
+    this.plot = undefined;
+    this.drawn = undefined;
+    this.data = undefined;
+    element.setAttribute("aria-label", label);
+    new ResizeObserver(() => {
+      if (this.plot) this.plot.setSize(this.size());
+    }).observe(element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  size() {
+    return { width: Math.max(this.element.clientWidth, 120), height: 190 };
+  }
+
+  /** Returns the number of the device in the chart, which gives its color. */
+  index(name) {
+    if (!this.names.includes(name)) this.names.push(name);
+    return this.names.indexOf(name);
+  }
+
+  show(history, kind, directions) {
+    for (const name of history.flatMap((entry) => [...entry[kind].keys()])) this.index(name);
+    const now = history[history.length - 1].time;
+    const lines = this.names.flatMap((name) =>
+      directions.map((direction) => history.map((entry) => {
+        const value = entry[kind].get(name)?.[direction];
+        return value === undefined ? null : value / 1e6;
+      })),
+    );
+    this.data = [history.map((entry) => entry.time - now), ...lines];
+    if (this.drawn !== this.names.length) this.draw();
+    else this.plot.setData(this.data);
+    const latest = [...history[history.length - 1][kind]].map(([name, entry]) =>
+      `${name} ${directions.map((direction) => `${direction} ${rateText(entry[direction] ?? 0)}`).join(", ")}`,
+    );
+    this.element.setAttribute("aria-label", `${this.label}; now: ${latest.join("; ") || "none"}`);
+  }
+
+  draw() {
+    if (!this.data) return;
+    this.plot?.destroy();
+    const axis = {
+      stroke: cssColor("--quiet"),
+      grid: { stroke: cssColor("--line"), width: 1 },
+      ticks: { stroke: cssColor("--line"), width: 1 },
+    };
+    const lines = this.names.flatMap((name, index) => [undefined, [6, 4]].map((dash) => (
+      { label: name, stroke: cssColor(seriesColor(index)), width: 2, dash, points: { show: false } }
+    )));
+    const options = {
+      ...this.size(),
+      legend: { show: false },
+      cursor: { show: false },
+      scales: {
+        x: { time: false, range: [-WINDOW, 0] },
+        y: { range: (plot, low, high) => [0, Math.max(1, (high ?? 0) * 1.1)] },
+      },
+      axes: [
+        { ...axis, values: (plot, values) => values.map((value) => `${value} s`) },
+        { ...axis, size: 56 },
+      ],
+      series: [{}, ...lines],
+    };
+    this.plot = new uPlot(options, this.data, this.element);
+    this.drawn = this.names.length;
+  }
+}
+
+const portChart = new Chart(get("port-chart"), "Rate of each port in MB/s over the last two minutes");
+const driveChart = new Chart(get("drive-chart"), "Rate of each drive in MB/s over the last two minutes");
+
+function swatch(chart, name) {
+  const element = make("span", { class: "series", "aria-hidden": "true" });
+  element.style.background = `var(${seriesColor(chart.index(name))})`;
+  return element;
+}
+
+function showPorts(state) {
+  const ports = [...new Set(state.sessions.map((session) => session.nic))].sort();
+  showList(get("port-list"), ports, (name) => name, (name) => {
+    const cells = [1, 2, 3].map(() => make("td", { class: "number" }));
+    return {
+      element: make("tr", {}, make("th", { scope: "row" }, swatch(portChart, name), name), ...cells),
+      update() {
+        const entry = rates.ports.get(name) ?? {};
+        setText(cells[0], rateText(entry.record));
+        setText(cells[1], rateText(entry.play));
+        setText(cells[2], current.sessions.filter((session) => session.running && session.nic === name).length);
+      },
+    };
+  });
+}
+
+function showDrives(state) {
+  showList(get("drive-list"), state.drives, (drive) => drive.folder, (drive) => {
+    const cells = [1, 2, 3].map(() => make("td", { class: "number" }));
+    const error = make("div", { class: "bad" });
+    const space = make("div", { class: "hint" });
+    const head = make("th", { scope: "row" }, swatch(driveChart, driveName(drive)), driveName(drive), space, error);
+    return {
+      element: make("tr", { "data-drive": drive.folder }, head, ...cells),
+      update(now) {
+        const entry = rates.drives.get(driveName(now)) ?? {};
+        const folder = now.device ? `${now.folder}, ` : "";
+        setText(cells[0], rateText(entry.write));
+        setText(cells[1], rateText(entry.read));
+        setText(cells[2], now.in_flight);
+        setText(space, `${folder}${sizeText(now.free)} of ${sizeText(now.size)} free for LUNs`);
+        setText(error, now.error ? `Error: ${now.error}` : "");
+      },
+    };
+  });
+}
+
+// --- sessions ---------------------------------------------------------------------------------------------------------
+
+const sessionChannel = (session) => `${session.lun}/${session.stream}/${session.channel}`;
+const sessionTitle = (session) => `${session.direction === "record" ? "Record" : "Play"} ${sessionChannel(session)}`;
+
+/** Returns the drives of a session's LUN. */
+function sessionDrives(session, state) {
+  const folders = state.luns.find((lun) => lun.name === session.lun)?.drives ?? [];
+  return state.drives.filter((drive) => folders.includes(drive.folder));
+}
+
+/** Returns what limits a session, in words. */
+function limitText(session, state) {
+  const records = session.direction === "record";
+  if (session.limit === "drive") {
+    const drives = sessionDrives(session, state).map((drive) => `${driveName(drive)} (queue depth ${drive.in_flight})`);
+    return `The drives limit the rate: buffers wait for ${drives.join(", ") || "a drive"}, and the source slows down.`;
+  }
+  if (session.limit === "rate") return "The rate is the one that the accelerator node requested.";
+  return records ? "The accelerator node limits the rate: buffers are free." : "The accelerator node limits the rate: blocks are ready for it.";
+}
+
+function figure(name, ...content) {
+  const value = make("dd", {}, ...content);
+  return { element: make("div", {}, make("dt", {}, name), value), value };
+}
+
+function showSessions(state) {
+  const running = state.sessions.filter((session) => session.running);
+  setHidden(get("no-session"), running.length > 0);
+  showList(get("sessions"), running, (session) => session.id, (first) => {
+    const title = newId("session");
+    const buffersText = make("span");
+    const meter = make("meter", { min: 0, max: first.buffers, high: 0.75 * first.buffers, optimum: 0, "aria-label": `Buffers in use by session ${first.id}` });
+    const rate = figure("Rate");
+    const blocks = figure("Blocks");
+    const acknowledged = figure(first.direction === "record" ? "Durable" : "Read");
+    const dropped = figure("Dropped");
+    const buffers = figure("Buffers that wait for drives", buffersText, meter);
+    const limit = make("p", { class: "limit" });
+    const path = make("ol", { class: "path", role: "list", "aria-label": "Path of the payload" });
+    const stop = make("button", {
+      type: "button",
+      class: "danger",
+      "aria-describedby": title,
+      onclick: async () => {
+        stop.disabled = true;
+        try {
+          await send("POST", `/sessions/${first.id}/stop`);
+          announce(`Session ${first.id} is stopping`);
+          stop.textContent = "Stopping";
+          get("sessions-title").focus();
+        } catch (error) {
+          showMessage(get("message"), `Cannot stop session ${first.id}: ${error.message}`);
+          stop.disabled = false;
+        }
+      },
+    }, "Stop");
+    const element = make("article", { class: "card", "aria-labelledby": title, "data-session": first.id },
+      make("div", { class: "title" },
+        make("h3", { id: title }, `${sessionTitle(first)}, recording ${first.recording}`), stop),
+      make("p", { class: "hint" }, `Session ${first.id} of ${first.peer}, since ${timeText(first.started)} UTC`),
+      path,
+      make("dl", { class: "figures" }, ...[rate, blocks, acknowledged, dropped, buffers].map((entry) => entry.element)),
+      limit);
+    return {
+      element,
+      update(session) {
+        setText(rate.value, `${rateText(rates.sessions.get(session.id))} MB/s`);
+        setText(blocks.value, `${countText(session.blocks)} of ${sizeText(session.block_size)}`);
+        setText(acknowledged.value, countText(session.acknowledged));
+        setText(dropped.value, countText(session.dropped));
+        setClass(dropped.value, "good", session.dropped === 0);
+        setClass(dropped.value, "bad", session.dropped > 0);
+        setText(buffersText, `${session.in_flight} of ${session.buffers}`);
+        meter.value = session.in_flight;
+        setText(limit, limitText(session, current));
+        setClass(limit, "bad", session.limit === "drive");
+        const drives = sessionDrives(session, current).map(driveName).join(", ") || session.lun;
+        const stations = [[session.peer, "peer"], [session.nic, "nic"], [session.memory, "memory"], [drives, "drives"]];
+        if (session.direction === "play") stations.reverse();
+        showList(path, stations, ([, kind]) => kind, ([, kind]) => {
+          const station = make("li", { class: kind });
+          return { element: station, update: ([text]) => setText(station, text) };
+        });
+      },
+    };
+  });
+
+  const ended = state.sessions.filter((session) => !session.running).reverse();
+  setHidden(get("ended"), ended.length === 0);
+  setText(get("ended-count"), plural(ended.length, "session ended", "sessions ended"));
+  showList(get("ended-list"), ended, (session) => session.id, (session) => {
+    const [blocks, dropped, end] = [make("td", { class: "number" }), make("td", { class: "number" }), make("td")];
+    return {
+      element: make("tr", { "data-ended": session.id },
+        make("th", { scope: "row" }, `${session.id}: ${sessionTitle(session)}`), blocks, dropped, end),
+      update(now) {
+        setText(blocks, countText(now.acknowledged));
+        setText(dropped, countText(now.dropped));
+        setClass(dropped, "bad", now.dropped > 0);
+        setText(end, now.error ?? "complete");
+        setClass(end, "bad", Boolean(now.error));
+      },
+    };
+  });
+}
+
+// --- LUNs -------------------------------------------------------------------------------------------------------------
+
+function showCreation(creation) {
+  setHidden(get("creation"), !creation);
+  if (!creation) return;
+  const progress = get("creation-progress");
+  setHidden(progress, Boolean(creation.error));
+  progress.max = creation.total;
+  progress.value = creation.written;
+  const text = creation.error
+    ? `LUN ${creation.lun} was not created: ${creation.error}`
+    : `LUN ${creation.lun} is being created: ${sizeText(creation.written)} of ${sizeText(creation.total)} written`;
+  setText(get("creation-text"), text);
+  setClass(get("creation-text"), "bad", Boolean(creation.error));
+}
+
+function recordingRow(lun, stream, heading) {
+  return ({ channel, recording: first }) => {
+    const name = `recording ${first.number} of ${lun}/${stream}/${channel}`;
+    const path = `/luns/${part(lun)}/streams/${part(stream)}/channels/${channel}/recordings/${first.number}`;
+    const [started, blocks] = [make("td"), make("td", { class: "number" })];
+    const button = make("button", {
+      type: "button",
+      class: "danger",
+      "aria-label": `Delete ${name}`,
+      onclick: () => remove(name, path, "Its blocks are lost. Its segments are free for other recordings.", heading),
+    }, "Delete");
+    return {
+      element: make("tr", {},
+        make("th", { scope: "row" }, `${channel}/${first.number}`), started, blocks, make("td", {}, button)),
+      update({ recording }) {
+        const seconds = Math.floor((recording.first_time ?? recording.started) / 1e9);
+        setText(started, recording.writing ? "being recorded" : timeText(seconds));
+        setText(blocks, countText(recording.blocks));
+      },
+    };
+  };
+}
+
+function streamEntry(lun, heading) {
+  return (first) => {
+    const path = `/luns/${part(lun)}/streams/${part(first.name)}`;
+    const name = `stream ${lun}/${first.name}`;
+    const about = make("p", { class: "hint" });
+    const rows = make("tbody");
+    const count = make("span");
+    const table = make("details", {},
+      make("summary", {}, count),
+      make("div", { class: "table" },
+        make("table", {},
+          make("caption", { class: "unseen" }, `Recordings of ${name}`),
+          make("thead", {}, make("tr", {},
+            make("th", { scope: "col" }, "Channel / recording"),
+            make("th", { scope: "col" }, "First block, UTC"),
+            make("th", { scope: "col", class: "number" }, "Blocks"),
+            make("th", { scope: "col" }, make("span", { class: "unseen" }, "Action")))),
+          rows)));
+    const button = make("button", {
+      type: "button",
+      class: "danger",
+      "aria-label": `Delete ${name}`,
+      onclick: () => remove(name, path, "All of its recordings are lost.", heading),
+    }, "Delete stream");
+    return {
+      element: make("li", { class: "card", "data-stream": `${lun}/${first.name}` },
+        make("div", { class: "title" }, make("h4", {}, `Stream ${first.name}`), button), about, table),
+      update(stream) {
+        setText(about, `${plural(stream.channels.length, "channel", "channels")}, blocks of ${sizeText(stream.block_size)}`);
+        const recordings = stream.channels.flatMap((channel) =>
+          channel.recordings.map((recording) => ({ channel: channel.number, recording })));
+        setText(count, plural(recordings.length, "recording", "recordings"));
+        setHidden(table, recordings.length === 0);
+        const key = ({ channel, recording }) => `${channel}/${recording.number}`;
+        showList(rows, recordings, key, recordingRow(lun, stream.name, heading));
+      },
+    };
+  };
+}
+
+/** Returns a form for a new stream of a LUN. */
+function streamForm(lun, done) {
+  const [name, size, channels] = [newId("name"), newId("size"), newId("channels")];
+  const form = make("form", {},
+    make("p", { class: "message", role: "alert", hidden: true }),
+    make("label", { for: name }, "Name"),
+    make("input", { id: name, name: "name", required: true, maxlength: 64, pattern: "[A-Za-z0-9_\\-]+", autocomplete: "off" }),
+    make("label", { for: size }, "Block size"),
+    make("span", { class: "pair" },
+      make("input", { id: size, name: "size", type: "number", min: 1, value: 1, required: true }),
+      make("select", { name: "unit", "aria-label": "Unit of the block size" },
+        make("option", { value: 1024 }, "KiB"),
+        make("option", { value: 1048576, selected: true }, "MiB"))),
+    make("label", { for: channels }, "Channels"),
+    make("input", { id: channels, name: "channels", type: "number", min: 1, max: 1024, value: 1, required: true }),
+    make("button", { type: "submit", class: "main" }, "Create stream"));
+  const read = () => ({
+    path: `/luns/${part(lun)}/streams`,
+    body: {
+      name: form.elements.name.value,
+      block_size: Number(form.elements.size.value) * Number(form.elements.unit.value),
+      channels: Number(form.elements.channels.value),
+    },
+  });
+  onSubmit(form, read, (body) => {
+    form.reset();
+    announce(`Stream ${body.name} was created`);
+    done();
+  });
+  return form;
+}
+
+function lunEntry(first) {
+  const title = newId("lun");
+  const heading = make("h3", { id: title, tabindex: -1 }, `LUN ${first.name}`);
+  const space = make("p");
+  const meter = make("meter", { min: 0, optimum: 0, "aria-label": `Used space of LUN ${first.name}` });
+  const drives = make("p", { class: "hint" });
+  const streams = make("ul", { class: "cards streams", role: "list" });
+  const details = make("details", {}, make("summary", {}, `New stream in ${first.name}`));
+  details.append(streamForm(first.name, () => {
+    details.open = false;
+    details.querySelector("summary").focus();
+  }));
+  const button = make("button", {
+    type: "button",
+    class: "danger",
+    onclick: () => remove(`LUN ${first.name}`, `/luns/${part(first.name)}`, "All of its streams and recordings are lost.", get("luns-title")),
+    "aria-label": `Delete LUN ${first.name}`,
+  }, "Delete LUN");
+  return {
+    element: make("article", { class: "card", "aria-labelledby": title, "data-lun": first.name },
+      make("div", { class: "title" }, heading, button), space, meter, drives, streams, details),
+    update(lun) {
+      const used = lun.total - lun.free;
+      setText(space, `${sizeText(lun.free)} of ${sizeText(lun.total)} free (${Math.floor((100 * lun.free) / lun.total)} %), segments of ${sizeText(lun.segment_size)}`);
+      meter.max = lun.total;
+      meter.high = 0.9 * lun.total;
+      meter.value = used;
+      setText(drives, `On ${lun.drives.join(", ")}`);
+      setHidden(streams, lun.streams.length === 0);
+      showList(streams, lun.streams, (stream) => stream.name, streamEntry(lun.name, heading));
+    },
+  };
+}
+
+function showLuns(state) {
+  setHidden(get("no-lun"), state.luns.length > 0 || Boolean(state.creation));
+  showList(get("luns"), state.luns, (lun) => lun.name, lunEntry);
+  showCreation(state.creation);
+  showList(get("lun-drives"), state.drives, (drive) => drive.folder, (drive) => {
+    const text = make("span");
+    const box = make("input", { type: "checkbox", name: "drive", value: drive.folder, checked: true });
+    return {
+      element: make("label", {}, box, text),
+      update: (now) => setText(text, `${driveName(now)}${now.device ? ` at ${now.folder}` : ""}, ${sizeText(now.free)} free`),
+    };
+  });
+  showLunSize();
+}
+
+const lunForm = get("lun-form");
+
+function readLun() {
+  const drives = [...lunForm.querySelectorAll("input[name=drive]:checked")].map((box) => box.value);
+  return {
+    name: lunForm.elements.name.value,
+    drives,
+    segment_size: Number(lunForm.elements.segment.value) * Number(lunForm.elements.unit.value),
+    segments: Number(lunForm.elements.segments.value),
+  };
+}
+
+function showLunSize() {
+  const { drives, segment_size: size, segments } = readLun();
+  setText(get("lun-size"), `${sizeText(drives.length * size * segments)} in all. Creating the LUN writes all of its bytes once.`);
+}
+
+lunForm.addEventListener("input", showLunSize);
+onSubmit(lunForm, () => ({ path: "/luns", body: readLun() }), (body) => {
+  lunForm.reset();
+  get("new-lun").open = false;
+  announce(`LUN ${body.name} is being created`);
+  get("luns-title").focus();
+});
+
+// --- the whole page ---------------------------------------------------------------------------------------------------
+
+function showSummary(state) {
+  const running = state.sessions.filter((session) => session.running);
+  const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
+  const dropped = sum(state.sessions, (session) => session.dropped);
+  const ports = [...rates.ports.values()];
+  const figures = [
+    ["Record", `${rateText(sum(ports, (port) => port.record))} MB/s`],
+    ["Play", `${rateText(sum(ports, (port) => port.play))} MB/s`],
+    ["Sessions", countText(running.length)],
+    ["Dropped blocks", countText(dropped)],
+    ["Free space in LUNs", sizeText(sum(state.luns, (lun) => lun.free))],
+    ["Memory", state.memory === "device" ? "of devices" : "of the host"],
+  ];
+  showList(get("summary"), figures, ([name]) => name, ([name]) => {
+    const { element, value } = figure(name);
+    return {
+      element,
+      update([, text]) {
+        setText(value, text);
+        if (name === "Dropped blocks") {
+          setClass(value, "bad", text !== "0");
+          setClass(value, "good", text === "0");
+        }
+      },
+    };
+  });
+}
+
+function showProblems(state) {
+  const problems = [
+    ...state.problems.map((text) => `Store: ${text}`),
+    ...state.drives.filter((drive) => drive.error)
+      .map((drive) => `Drive ${driveName(drive)}${drive.device ? ` at ${drive.folder}` : ""}: ${drive.error}`),
+    // An error of a session counts until its channel is used again.
+    ...[...new Map(state.sessions.map((session) => [`${session.direction} ${sessionChannel(session)}`, session])).values()]
+      .filter((session) => session.error)
+      .map((session) => `Session ${session.id}, ${sessionTitle(session)}: ${session.error}`),
+  ];
+  const fresh = problems.filter((text) => !lists.get(get("problem-list"))?.has(text));
+  if (fresh.length > 0) announce(`Problem: ${fresh.join("; ")}`);
+  setHidden(get("problems"), problems.length === 0);
+  showList(get("problem-list"), problems, (text) => text, (text) => ({ element: make("li", {}, text), update() {} }));
+}
+
+function show(state) {
+  current = state;
+  sample(state);
+  setText(get("name"), state.name);
+  document.title = `${state.name} · p2pmem recorder`;
+  setText(get("about"), `p2pmem-recorder ${state.version}, running for ${durationText(state.uptime)}`);
+  showSummary(state);
+  showProblems(state);
+  showSessions(state);
+  showPorts(state);
+  showDrives(state);
+  showLuns(state);
+}
+
+function showConnection(text, bad) {
+  setText(get("connection"), text);
+  setClass(get("connection"), "bad", bad);
+}
+
+/** Receives events. The browser connects again by itself, except after an answer that is no stream of events. */
+function connect() {
+  const events = new EventSource("/api/events");
+  events.addEventListener("status", (event) => {
+    showConnection("Live", false);
+    show(JSON.parse(event.data));
+  });
+  events.addEventListener("error", async () => {
+    showConnection("Connection lost, trying again", true);
+    if (events.readyState !== EventSource.CLOSED) return;
+    const answer = await fetch("/api/status").catch(() => undefined);
+    if (answer?.status === 401) location.assign("/login");
+    else setTimeout(connect, 5000);
+  });
+}
+
+connect();
