@@ -61,6 +61,15 @@ pub fn make_ext4(drive: &Path, bytes: u64) -> Result<()> {
     run("mkfs.ext4", &arguments).map(drop)
 }
 
+/// Makes an XFS on a drive. The sandbox does not have `mkfs.xfs`.
+///
+/// # Errors
+///
+/// Those of `mkfs.xfs`.
+pub fn make_xfs(drive: &Path) -> Result<()> {
+    run("mkfs.xfs", &["-q", "-f", "-K", text(drive)?]).map(drop)
+}
+
 /// A mounted file system, which is unmounted when the value is dropped.
 #[derive(Debug)]
 pub struct Mounted {
@@ -69,15 +78,15 @@ pub struct Mounted {
 }
 
 impl Mounted {
-    /// Mounts the ext4 of a drive. Creates the folder.
+    /// Mounts the file system of a drive, such as `ext4`. Creates the folder.
     ///
     /// # Errors
     ///
     /// Those of `mount()`.
-    pub fn ext4(drive: &Path, folder: &Path, options: &str) -> Result<Self> {
+    pub fn new(kind: &str, drive: &Path, folder: &Path, options: &str) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
         let options = std::ffi::CString::new(options)?;
-        mount(drive, folder, "ext4", MountFlags::NOATIME, options.as_c_str())
+        mount(drive, folder, kind, MountFlags::NOATIME, options.as_c_str())
             .with_context(|| format!("mounting {} on {}", drive.display(), folder.display()))?;
         Ok(Self {
             folder: folder.to_owned(),
@@ -323,6 +332,12 @@ impl OtherFiles {
         }
     }
 
+    /// Opens files without O_DSYNC, and flushes payload when it is committed.
+    pub fn flush_at_commit(mut self, flush: bool) -> Self {
+        self.files = self.files.flush_at_commit(flush);
+        self
+    }
+
     /// Creates files differently from the store's own.
     pub fn create(mut self, create: Create) -> Self {
         self.create = create;
@@ -390,7 +405,7 @@ impl System for OtherFiles {
     }
 
     fn payload_needs_flush(&self) -> bool {
-        false
+        self.files.payload_needs_flush()
     }
 
     fn list(&self, folder: &Path) -> io::Result<Vec<Entry>> {

@@ -125,15 +125,12 @@ fn process_killed(cluster: &mut Cluster) -> Result<()> {
 /// caches, must be found.
 fn power_cut(cluster: &mut Cluster) -> Result<()> {
     let (rounds, seed) = (ROUNDS * times()?, seed()?);
-    let part = reported(
-        cluster,
-        &format!("$P2PMEM_CRASH cut --rounds {rounds} --seed {seed} {DRIVES}"),
-    )?;
-    ensure!(part["power_cut"]["rounds"] == rounds, "{part}");
-    ensure!(
-        part["power_cut"]["acknowledged"] != 0,
-        "no block was acknowledged: {part}"
-    );
+    for (kind, flag) in [("power_cut", ""), ("power_cut_flush_at_commit", "--flush-at-commit")] {
+        let script = format!("$P2PMEM_CRASH cut {flag} --rounds {rounds} --seed {seed} {DRIVES}");
+        let part = reported(cluster, &script)?;
+        ensure!(part[kind]["rounds"] == rounds, "{part}");
+        ensure!(part[kind]["acknowledged"] != 0, "no block was acknowledged: {part}");
+    }
     for broken in ["early", "volatile"] {
         let script = format!("$P2PMEM_CRASH cut --rounds {CONTROL} --seed {seed} --broken {broken} {DRIVES}");
         let vm = cluster.only()?;

@@ -8,6 +8,8 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, Subcommand, ValueEnum};
@@ -18,7 +20,7 @@ use p2pmem_recorder::store::{Block, Files, Store, System};
 use p2pmem_recorder_suite::choices::Choices;
 use p2pmem_recorder_suite::cut::{image, moment};
 use p2pmem_recorder_suite::guest::{
-    Create, Logged, Loop, Mounted, OtherFiles, Requests, make_ext4, run, traced, write_image,
+    Create, Logged, Loop, Mounted, OtherFiles, Requests, make_ext4, make_xfs, run, traced, write_image,
 };
 use p2pmem_recorder_suite::log::Log;
 use p2pmem_recorder_suite::marks::{Mark, PAGE};
@@ -76,15 +78,27 @@ enum Verb {
     Cut {
         #[command(flatten)]
         rounds: Rounds,
+        /// Open files without O_DSYNC, and flush payload when it is committed
+        #[arg(long)]
+        flush_at_commit: bool,
         /// Break the recorder, and expect that a check finds it
         #[arg(long)]
         broken: Option<Broken>,
     },
     /// Count the requests to a drive for each block
     Count {
+        /// File system of the drive
+        #[arg(long, value_enum, default_value_t = FileSystem::Ext4)]
+        file_system: FileSystem,
         /// The drive
         drive: PathBuf,
     },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum FileSystem {
+    Ext4,
+    Xfs,
 }
 
 #[derive(clap::Args)]
@@ -112,14 +126,18 @@ fn main() -> Result<()> {
     match Cli::parse().verb {
         Verb::Record { seed, folders } => record_forever(seed, &folders),
         Verb::Kill { rounds } => kill(&rounds),
-        Verb::Cut { rounds, broken } => cut(&rounds, broken),
+        Verb::Cut {
+            rounds,
+            flush_at_commit,
+            broken,
+        } => cut(&rounds, flush_at_commit, broken),
         Verb::Machine {
             first,
             last,
             seed,
             drives,
         } => machine(first, last, seed, &drives),
-        Verb::Count { drive } => count(&drive),
+        Verb::Count { file_system, drive } => count(file_system, &drive),
     }
 }
 
@@ -147,7 +165,9 @@ fn folders(drives: &[PathBuf]) -> Vec<PathBuf> {
 
 fn mount_all<'a>(drives: impl IntoIterator<Item = &'a Path>, folders: &[PathBuf]) -> Result<Vec<Mounted>> {
     let pairs = drives.into_iter().zip(folders);
-    pairs.map(|(drive, folder)| Mounted::ext4(drive, folder, "")).collect()
+    pairs
+        .map(|(drive, folder)| Mounted::new("ext4", drive, folder, ""))
+        .collect()
 }
 
 fn unmount_all(mounts: Vec<Mounted>) -> Result<()> {
@@ -220,8 +240,9 @@ fn record_forever(seed: u64, folders: &[PathBuf]) -> Result<()> {
     Ok(())
 }
 
-/// Kills a process after a random number of its lines.
-fn killed_after(lines: u64, seed: u64, folders: &[PathBuf], promises: &mut Promises) -> Result<()> {
+/// Kills a process after a number of its lines and a time. Without the time, it would always be at the same place, where it has
+/// just written a line.
+fn killed_after(lines: u64, time: Duration, seed: u64, folders: &[PathBuf], promises: &mut Promises) -> Result<()> {
     let mut child = Command::new(std::env::current_exe()?)
         .args(["record", "--seed", &seed.to_string()])
         .args(folders)
@@ -236,6 +257,7 @@ fn killed_after(lines: u64, seed: u64, folders: &[PathBuf], promises: &mut Promi
         line.clear();
         count += 1;
         if count == lines {
+            thread::sleep(time);
             child.kill()?;
         }
     }
@@ -257,7 +279,14 @@ fn kill(rounds: &Rounds) -> Result<()> {
     let mut done = 0;
     while done < rounds.rounds && all.is_good() {
         let lines = 1 + choices.below(120);
-        killed_after(lines, rounds.seed.wrapping_add(done * 1000), &folders, &mut promises)?;
+        let time = Duration::from_micros(choices.below(50_000));
+        killed_after(
+            lines,
+            time,
+            rounds.seed.wrapping_add(done * 1000),
+            &folders,
+            &mut promises,
+        )?;
         done += 1;
         let store = Store::open(Files::new(), folders.clone())?;
         all.add(check(&store, &promises)?);
@@ -325,7 +354,7 @@ struct Logs {
 }
 
 /// Records on drives whose writes are logged, with marks of what is acknowledged.
-fn record_logged(rounds: &Rounds, folders: &[PathBuf], broken: Option<Broken>) -> Result<Logs> {
+fn record_logged(rounds: &Rounds, folders: &[PathBuf], files: OtherFiles, broken: Option<Broken>) -> Result<Logs> {
     make(&rounds.drives, folders)?;
     let mut bases = Vec::new();
     let mut devices = Vec::new();
@@ -337,7 +366,6 @@ fn record_logged(rounds: &Rounds, folders: &[PathBuf], broken: Option<Broken>) -
         devices.push(Logged::create(&format!("recorder{number}"), drive, SPACE, &log)?);
     }
     let mounts = mount_all(devices.iter().map(Logged::device), folders)?;
-    let files = OtherFiles::new().volatile(broken == Some(Broken::Volatile));
     let store = Store::open(files, folders.to_vec())?;
     // Device mapper does not accept device memory.
     let memory = Arc::new(BlockMemory::host(BLOCK, BUFFERS)?);
@@ -378,9 +406,12 @@ fn check_cut(logs: &Logs, folders: &[PathBuf], choices: &mut Choices) -> Result<
     Ok(checked)
 }
 
-fn cut(rounds: &Rounds, broken: Option<Broken>) -> Result<()> {
+fn cut(rounds: &Rounds, flush_at_commit: bool, broken: Option<Broken>) -> Result<()> {
     let folders = folders(&rounds.drives);
-    let logs = record_logged(rounds, &folders, broken)?;
+    let files = OtherFiles::new()
+        .flush_at_commit(flush_at_commit)
+        .volatile(broken == Some(Broken::Volatile));
+    let logs = record_logged(rounds, &folders, files, broken)?;
     let mut choices = Choices::new(rounds.seed);
     let mut all = Checked::default();
     let mut done = 0;
@@ -389,7 +420,12 @@ fn cut(rounds: &Rounds, broken: Option<Broken>) -> Result<()> {
         all.add(check_cut(&logs, &folders, &mut choices)?);
     }
     let Some(broken) = broken else {
-        return report("power_cut", rounds, done, &all);
+        let kind = if flush_at_commit {
+            "power_cut_flush_at_commit"
+        } else {
+            "power_cut"
+        };
+        return report(kind, rounds, done, &all);
     };
     println!("{broken:?}: found after {done} cuts: {all:?}");
     if all.lost.is_empty() && all.torn.is_empty() {
@@ -456,8 +492,13 @@ fn machine(first: bool, last: bool, seed: u64, drives: &[PathBuf]) -> Result<()>
 const COUNTED: u64 = 6;
 const BEFORE: u64 = 2;
 
-fn count(drive: &Path) -> Result<()> {
-    run("modprobe", &["ext4"])?;
+fn count(file_system: FileSystem, drive: &Path) -> Result<()> {
+    // The journal's own commits, which come by time, are not counted.
+    let (kind, options) = match file_system {
+        FileSystem::Ext4 => ("ext4", "commit=3600"),
+        FileSystem::Xfs => ("xfs", ""),
+    };
+    run("modprobe", &[kind])?;
     let folder = PathBuf::from("/run/recorder/0");
     let mut report = serde_json::Map::new();
     for (name, how) in [
@@ -465,9 +506,11 @@ fn count(drive: &Path) -> Result<()> {
         ("allocated", Create::Allocated),
         ("sparse", Create::Sparse),
     ] {
-        make_ext4(drive, SPACE)?;
-        // The journal's own commits, which come by time, are not counted.
-        let mounted = Mounted::ext4(drive, &folder, "commit=3600")?;
+        match file_system {
+            FileSystem::Ext4 => make_ext4(drive, SPACE)?,
+            FileSystem::Xfs => make_xfs(drive)?,
+        }
+        let mounted = Mounted::new(kind, drive, &folder, options)?;
         let files = OtherFiles::new().create(how);
         let folders = vec![folder.clone()];
         create(&files, &folders)?;
@@ -482,7 +525,7 @@ fn count(drive: &Path) -> Result<()> {
         mounted.unmount()?;
         report.insert(name.to_owned(), json!({ "blocks": COUNTED, "requests": requests }));
     }
-    println!("recorder-report: {}", json!({ "requests_of_ext4": report }));
+    println!("recorder-report: {}", json!({ format!("requests_of_{kind}"): report }));
     Ok(())
 }
 
