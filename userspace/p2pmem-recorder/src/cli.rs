@@ -197,7 +197,11 @@ pub struct RecordArgs {
     #[arg(short = 'n', long, value_name = "N", default_value_t = 1024)]
     pub blocks: u64,
 
-    /// Another storage node, which gets every second block, or a copy of each with --mirror. Can be repeated.
+    /// Most bytes in a second of each session, as a sensor has.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub rate: Option<u64>,
+
+    /// Another storage node. The nodes take turns, or each gets every block with --mirror. Can be repeated.
     #[arg(long, value_name = "HOST[:PORT]")]
     pub also: Vec<String>,
 

@@ -14,9 +14,9 @@ pub mod spectrum;
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 
 use crate::control::{self, ChannelRequest, Connection, ListedChannel, Reply, Request, Token};
 use crate::rdma::wait;
@@ -25,6 +25,8 @@ use crate::rdma::wait;
 const COMPUTE_INTERVAL: Duration = Duration::from_millis(1);
 /// The most time between two looks at what has no event.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// The most channels of a listing.
+const MAX_CHANNELS: usize = 1 << 20;
 /// How long a program waits for the node's reason after a request has failed.
 const REASON_LIMIT: Duration = Duration::from_secs(2);
 
@@ -80,6 +82,10 @@ impl Remote {
             match connection.receive_reply()? {
                 Reply::Listing { channels, last } => {
                     all.extend(channels);
+                    ensure!(
+                        all.len() <= MAX_CHANNELS,
+                        "the node lists more than {MAX_CHANNELS} channels"
+                    );
                     if last {
                         connection.send(&Request::Finish)?;
                         return Ok(all);
@@ -131,10 +137,16 @@ fn reason_of(connection: &mut Connection, error: &anyhow::Error) -> String {
     if let Some(control::Error::Failed(reason)) = error.downcast_ref() {
         return reason.clone();
     }
-    // A failure to wait is one to receive, too.
-    let _ = wait(&[connection.as_fd()], REASON_LIMIT);
-    match connection.try_receive_reply() {
-        Err(control::Error::Failed(reason)) => reason,
-        _ => format!("{error:#}"),
+    let deadline = Instant::now() + REASON_LIMIT;
+    loop {
+        match connection.try_receive_reply() {
+            Err(control::Error::Failed(reason)) => return reason,
+            Ok(None) if Instant::now() < deadline => {}
+            _ => return format!("{error:#}"),
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if wait(&[connection.as_fd()], left).is_err() {
+            return format!("{error:#}");
+        }
     }
 }

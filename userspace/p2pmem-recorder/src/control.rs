@@ -8,8 +8,8 @@
 //!
 //! ```text
 //! node:    challenge                 the version, and a random number
-//! program: hello                     the version, and the proof that it has the token
-//! node:    welcome
+//! program: hello                     the version, a random number, and the proof that it has the token
+//! node:    welcome                   the proof that the node has the token
 //! program: list | record | play
 //! node:    listing | record-ready | play-ready
 //! program: ready                     playback only
@@ -20,8 +20,8 @@
 //!
 //! Instead of any message, the node sends `failed` with the reason, and ends the session.
 //!
-//! The proof is HMAC-SHA256 over the random number with the token as the key, so the token is not sent. The connection is
-//! not encrypted, and neither is RDMA: use a network of its own, as for other storage.
+//! A proof is HMAC-SHA256 over both random numbers with the token as the key, so the token is not sent. The rest of the connection
+//! is neither encrypted nor signed, and neither is RDMA: use a network of its own, as for other storage.
 
 pub mod message;
 mod token;
@@ -32,9 +32,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use p2pmem_verbs::Address;
+use rustix::net::sockopt;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use token::Side;
 pub use token::{Token, TokenError};
 
 use crate::status::Recording;
@@ -43,10 +45,15 @@ use crate::status::Recording;
 pub const VERSION: u32 = 1;
 /// The most bytes of a message.
 pub const MAX_MESSAGE: usize = 256 << 10;
+/// How long the first messages of a connection may take, before the other side has proved that it has the token.
+pub const LOGIN_LIMIT: Duration = Duration::from_secs(5);
+/// The time without an answer after which the kernel asks whether the other side still exists, the time between two such
+/// questions, and their number. A machine that is gone is noticed after 25 s.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(10), Duration::from_secs(5), 3);
 /// The default port.
 pub const PORT: u16 = 18700;
 /// The most characters of a reason that the other side sent.
-const MAX_REASON: usize = 1000;
+pub(crate) const MAX_REASON: usize = 1000;
 /// The most bytes of a name.
 const MAX_NAME: usize = 64;
 
@@ -160,7 +167,9 @@ pub enum Request {
     Hello {
         /// The version of the protocol.
         version: u32,
-        /// HMAC-SHA256 of the challenge, in hexadecimal.
+        /// A random number, in hexadecimal.
+        nonce: String,
+        /// The program's proof, in hexadecimal.
         proof: String,
         /// A name for people.
         name: String,
@@ -213,8 +222,10 @@ pub enum Reply {
         /// A random number, in hexadecimal.
         nonce: String,
     },
-    /// The program has the token.
+    /// Both sides have the token.
     Welcome {
+        /// The node's proof, in hexadecimal.
+        proof: String,
         /// The name of the node.
         name: String,
     },
@@ -271,6 +282,7 @@ pub struct Connection {
     stream: TcpStream,
     received: Vec<u8>,
     limit: Duration,
+    has_failed: bool,
 }
 
 impl Connection {
@@ -280,13 +292,43 @@ impl Connection {
     ///
     /// The connection's options cannot be set.
     pub fn new(stream: TcpStream, limit: Duration) -> Result<Self> {
+        let (idle, interval, count) = KEEPALIVE;
         stream.set_nodelay(true)?;
         stream.set_write_timeout(Some(limit))?;
+        sockopt::set_socket_keepalive(&stream, true).map_err(io::Error::from)?;
+        sockopt::set_tcp_keepidle(&stream, idle).map_err(io::Error::from)?;
+        sockopt::set_tcp_keepintvl(&stream, interval).map_err(io::Error::from)?;
+        sockopt::set_tcp_keepcnt(&stream, count).map_err(io::Error::from)?;
+        // A machine that is gone while data is on its way.
+        let all = idle + interval * count;
+        sockopt::set_tcp_user_timeout(&stream, all.as_millis() as u32).map_err(io::Error::from)?;
         Ok(Self {
             stream,
             received: Vec::new(),
             limit,
+            has_failed: false,
         })
+    }
+
+    /// Sets the most time of each wait for the other side.
+    ///
+    /// # Errors
+    ///
+    /// The connection's options cannot be set.
+    pub fn set_limit(&mut self, limit: Duration) -> Result<()> {
+        self.stream.set_write_timeout(Some(limit))?;
+        self.limit = limit;
+        Ok(())
+    }
+
+    /// Sends the reason for which the session ends, once. The other side sees the end of the connection if it does not get the
+    /// reason.
+    pub fn fail(&mut self, reason: &str) {
+        if !self.has_failed {
+            self.has_failed = true;
+            let reason = printable(reason, MAX_REASON);
+            let _ = self.send(&Reply::Failed { reason });
+        }
     }
 
     /// Sends a message.
@@ -321,7 +363,9 @@ impl Connection {
         let Some(body) = self.received.get(4..4 + length) else {
             return Ok(None);
         };
-        let message = serde_json::from_slice(body).map_err(|error| Error::Invalid(error.to_string()))?;
+        // The text of the error has words of the message.
+        let message =
+            serde_json::from_slice(body).map_err(|error| Error::Invalid(printable(&error.to_string(), 200)))?;
         self.received.drain(..4 + length);
         Ok(Some(message))
     }
@@ -416,13 +460,20 @@ impl Connection {
             Reply::Challenge { version, .. } => return Err(Error::Version(version)),
             other => return Err(unexpected(&other)),
         };
+        let own = Token::nonce()?;
         self.send(&Request::Hello {
             version: VERSION,
-            proof: token.proof(&nonce),
+            nonce: own.clone(),
+            proof: token.proof(Side::Program, &nonce, &own),
             name: name.chars().take(MAX_NAME).collect(),
         })?;
         match self.receive_reply()? {
-            Reply::Welcome { name } => Ok(name),
+            Reply::Welcome { name, proof } => {
+                if !token.verify(Side::Node, &nonce, &own, &proof) {
+                    return Err(Error::Token);
+                }
+                Ok(printable(&name, MAX_NAME))
+            }
             other => Err(unexpected(&other)),
         }
     }
@@ -438,24 +489,25 @@ impl Connection {
             version: VERSION,
             nonce: nonce.clone(),
         })?;
-        let peer = match self.receive()? {
+        let (peer, other) = match self.receive()? {
             Request::Hello {
                 version: VERSION,
+                nonce: other,
                 proof,
                 name,
             } => {
-                if !token.verify(&nonce, &proof) {
+                if !token.verify(Side::Program, &nonce, &other, &proof) {
                     return Err(Error::Token);
                 }
-                if name.len() > 4 * MAX_NAME {
-                    return Err(Error::Invalid("the name is too long".into()));
-                }
-                name
+                (name, other)
             }
             Request::Hello { version, .. } => return Err(Error::Version(version)),
             other => return Err(unexpected(&other)),
         };
-        self.send(&Reply::Welcome { name: name.to_owned() })?;
+        self.send(&Reply::Welcome {
+            name: name.to_owned(),
+            proof: token.proof(Side::Node, &nonce, &other),
+        })?;
         Ok(printable(&peer, MAX_NAME))
     }
 }
@@ -474,12 +526,13 @@ fn check_reply(reply: Reply) -> Result<Reply> {
 }
 
 /// Returns text of the other side without control characters, which a terminal would execute.
-fn printable(text: &str, most: usize) -> String {
+pub(crate) fn printable(text: &str, most: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(most).collect()
 }
 
 /// Returns the error for a message that is not expected at this point.
 pub(crate) fn unexpected(message: &impl std::fmt::Debug) -> Error {
+    // The text of a message has no control characters: Debug escapes them.
     let text: String = format!("{message:?}").chars().take(100).collect();
     Error::Invalid(format!("{text} is not expected now"))
 }

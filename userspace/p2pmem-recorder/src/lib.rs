@@ -23,6 +23,7 @@ pub mod control;
 pub mod engine;
 pub mod memory;
 pub mod node;
+mod pace;
 mod rdma;
 mod run;
 pub mod serve;

@@ -247,8 +247,9 @@ impl Node {
         self.sessions.stop(id)
     }
 
-    /// Records an error of a drive, for [`Node::status`].
+    /// Records an error of a drive, for [`Node::status`], and writes it to the log.
     pub fn drive_failed(&self, folder: &std::path::Path, error: &std::io::Error) {
+        eprintln!("p2pmem-recorder: the drive at {} failed: {error}", folder.display());
         self.drives.failed(folder, error);
         self.changes.notify();
     }

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use anyhow::{bail, Context, Result};
 use p2pmem_verbs::{
-    Access, Address, BufferMemory, Completion, Completions, Domain, HostMemory, Nic, QueuePair, Request, Retries,
-    Segment, Span, Work,
+    Access, Address, BufferMemory, Completion, Completions, Domain, Failure, HostMemory, Nic, QueuePair, Request,
+    Retries, Segment, Span, Work,
 };
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
@@ -89,6 +89,8 @@ pub(crate) struct Endpoint {
     /// The number of the first place for received messages.
     first_received: u32,
     armed: bool,
+    /// The first failure of a work request.
+    failure: Option<(Kind, Failure)>,
 }
 
 impl Endpoint {
@@ -114,6 +116,7 @@ impl Endpoint {
             messages,
             first_received: capacity.messages_sent,
             armed: false,
+            failure: None,
         })
     }
 
@@ -180,17 +183,30 @@ impl Endpoint {
         Message::decode(&bytes)
     }
 
-    /// Polls completions. Fails at the first failure: those that follow it are usually flush errors that it caused.
-    pub(crate) fn poll(&self, into: &mut Vec<Completion>) -> Result<()> {
+    /// Polls completions. Fails at the first failure, after the successful completions before it were returned: those that follow
+    /// it are usually flush errors that it caused.
+    pub(crate) fn poll(&mut self, into: &mut Vec<Completion>) -> Result<()> {
         into.clear();
-        self.qp.completions().poll(into).context("polling completions")?;
-        if let Some((kind, failure)) = into.iter().find_map(|done| Some((kind(done).0, done.failure?))) {
-            let what = match kind {
-                Kind::MessageSent => "sending a message",
-                Kind::MessageReceived => "receiving a message",
-                Kind::Payload => "transferring a block",
-            };
-            bail!("{what} failed: {failure}");
+        match self.failure {
+            Some((kind, failure)) => return Err(failed(kind, failure)),
+            None => self.qp.completions().poll(into).context("polling completions")?,
+        };
+        if let Some(first) = into.iter().position(|done| done.failure.is_some()) {
+            let (kind, _) = kind(&into[first]);
+            self.failure = into[first].failure.map(|failure| (kind, failure));
+            into.truncate(first);
+            if let (true, Some((kind, failure))) = (into.is_empty(), self.failure) {
+                return Err(failed(kind, failure));
+            }
+        }
+        // Without this check, the former content of a place would pass for a message.
+        for done in into.iter() {
+            if kind(done).0 == Kind::MessageReceived && done.bytes as usize != SIZE {
+                bail!(
+                    "the other side sent a message of {} bytes instead of {SIZE}",
+                    done.bytes
+                );
+            }
         }
         Ok(())
     }
@@ -276,6 +292,16 @@ impl RegisteredBlocks {
             lkey,
         }
     }
+}
+
+/// Returns the error for the failure of a work request.
+fn failed(kind: Kind, failure: Failure) -> anyhow::Error {
+    let what = match kind {
+        Kind::MessageSent => "sending a message",
+        Kind::MessageReceived => "receiving a message",
+        Kind::Payload => "transferring a block",
+    };
+    anyhow::anyhow!("{what} failed: {failure}")
 }
 
 /// The largest block: a SEND has at most 2^31 bytes.

@@ -198,6 +198,7 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
             mirror: args.mirror,
             blocks: args.blocks,
             first: 0,
+            rate: args.rate,
             verify: Verification { every: session.verify },
         };
         record(&mut session.compute(number, Role::Source)?, &options)
@@ -256,10 +257,13 @@ fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     for (nic, result) in session.nic.iter().zip(&results) {
         writeln!(
             out,
-            "{nic}: {} blocks of {} played from recording {}, {:.0} MB/s, all checksums right, {} spectra verified, {} missing",
+            "{nic}: {} blocks of {} played from recording {}, {} to {}, {:.0} MB/s, all checksums right, {} spectra verified, {} \
+             missing",
             result.blocks,
             human_size(result.block_size),
             result.recording,
+            result.first.map_or_else(|| "-".into(), |first| first.to_string()),
+            result.last.map_or_else(|| "-".into(), |last| last.to_string()),
             rate(result.blocks, result.block_size, result.nanoseconds),
             result.verified,
             result.missing

@@ -14,6 +14,7 @@ use super::spectrum::Transform;
 use super::{reason_of, SessionRequest, Verification, CHECK_INTERVAL, COMPUTE_INTERVAL};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
+use crate::pace::Pace;
 use crate::rdma::{id, kind, open_nic, wait, Capacity, Endpoint, Kind, MAX_BLOCK};
 use crate::store::Block;
 
@@ -193,11 +194,7 @@ impl Player<'_> {
         let mut last_progress = started;
         let timeout = self.options.session.remote.timeout;
         // A block may have to wait for its turn at the requested rate.
-        let pause = self
-            .options
-            .rate
-            .map_or(0.0, |rate| self.block_size as f64 / rate as f64);
-        let timeout = timeout + std::time::Duration::from_secs_f64(pause.min(1e9));
+        let timeout = timeout + Pace::new(self.options.rate, self.block_size, started).interval();
         let (mut completions, mut computed) = (Vec::new(), Vec::new());
         while self.end != Some(self.result.blocks) {
             self.endpoint.poll(&mut completions)?;

@@ -14,6 +14,7 @@ use super::spectrum::Transform;
 use super::{now, reason_of, SessionRequest, Verification, CHECK_INTERVAL, COMPUTE_INTERVAL};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Record, Reply, Request};
+use crate::pace::Pace;
 use crate::rdma::{id, kind, open_nic, wait, Capacity, Endpoint, Kind, MAX_BLOCK};
 use crate::store::Block;
 
@@ -31,6 +32,8 @@ pub struct RecordOptions {
     pub blocks: u64,
     /// The sequence number of the first block.
     pub first: u64,
+    /// The most bytes in a second that the source has; `None` for no limit.
+    pub rate: Option<u64>,
     /// Which blocks are verified.
     pub verify: Verification,
 }
@@ -173,6 +176,7 @@ struct Recorder<'a> {
     sequences: Vec<u64>,
     next: u64,
     end: u64,
+    pace: Pace,
     computing: u32,
     /// Blocks that are computed, in the order of their sequence numbers.
     ready: BTreeMap<u64, (u32, Block)>,
@@ -224,6 +228,7 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
         sessions: sessions.into_iter().map(Some).collect(),
         next: options.first,
         end,
+        pace: Pace::new(options.rate, block_size, Instant::now()),
         computing: 0,
         ready: BTreeMap::new(),
         next_to_send: options.first,
@@ -238,6 +243,19 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
 impl Recorder<'_> {
     fn run(mut self) -> Result<Recorded> {
         let started = Instant::now();
+        self.record()
+            .with_context(|| format!("{} blocks are acknowledged; recording failed", self.result.acknowledged))?;
+        self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        for number in 0..self.sessions.len() {
+            if let Err(error) = self.finish(number) {
+                self.session_failed(number, &error)?;
+            }
+        }
+        Ok(self.result)
+    }
+
+    /// Records until all blocks are acknowledged.
+    fn record(&mut self) -> Result<()> {
         let mut computed = Vec::new();
         while self.result.acknowledged < self.options.blocks {
             let mut progress = self.start_work()?;
@@ -255,27 +273,31 @@ impl Recorder<'_> {
             }
             self.wait()?;
         }
-        self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        for session in self.sessions.iter_mut().flatten() {
-            let failed = || format!("ending the recording on {}", session.name);
-            session.connection.send(&Request::Finish).with_context(failed)?;
-            match session.connection.receive_reply().with_context(failed)? {
-                Reply::Finished { .. } => {}
-                other => return Err(unexpected(&other).into()),
-            }
+        Ok(())
+    }
+
+    /// Ends a session whose blocks are all acknowledged.
+    fn finish(&mut self, number: usize) -> Result<()> {
+        let Some(session) = &mut self.sessions[number] else {
+            return Ok(());
+        };
+        session.connection.send(&Request::Finish)?;
+        match session.connection.receive_reply()? {
+            Reply::Finished { .. } => Ok(()),
+            other => Err(unexpected(&other).into()),
         }
-        Ok(self.result)
     }
 
     /// Starts the work on free buffers. Returns whether there was any.
     fn start_work(&mut self) -> Result<bool> {
         let mut progress = false;
-        while self.next < self.end {
+        while self.next < self.end && self.pace.delay(Instant::now()).is_zero() {
             let Some(buffer) = self.free.pop() else { break };
             self.sequences[buffer as usize] = self.next;
             self.compute
                 .start(buffer, self.next)
                 .context("starting work of the accelerator")?;
+            self.pace.advance(Instant::now());
             self.next += 1;
             self.computing += 1;
             progress = true;
@@ -365,9 +387,9 @@ impl Recorder<'_> {
         for completion in &completions {
             match kind(completion) {
                 (Kind::MessageSent, _) => {}
-                (Kind::Payload, both) => {
-                    session.places.push(both & 0xffff);
-                    sent.push(both >> 16);
+                (Kind::Payload, buffer_and_place) => {
+                    session.places.push(buffer_and_place & 0xffff);
+                    sent.push(buffer_and_place >> 16);
                 }
                 (Kind::MessageReceived, place) => {
                     let message = session.endpoint.received(place)?;
@@ -383,14 +405,15 @@ impl Recorder<'_> {
                 }
             }
         }
-        let other = session.connection.try_receive_reply()?;
+        let control = session.connection.try_receive_reply();
+        // Acknowledgements that arrived count, also if the session has ended.
         for buffer in sent {
             self.sent(number, self.sequences[buffer as usize]);
         }
         for sequence in acknowledged {
             self.acknowledged(number, sequence)?;
         }
-        if let Some(other) = other {
+        if let Some(other) = control? {
             return Err(unexpected(&other).into());
         }
         Ok(!completions.is_empty())
@@ -461,7 +484,7 @@ impl Recorder<'_> {
         let sequences: Vec<u64> = self.pending.keys().copied().collect();
         let others = self.sessions.iter().flatten().count();
         if !self.options.mirror || others == 0 {
-            bail!("{reason}; {} blocks are acknowledged", self.result.acknowledged);
+            bail!("{reason}");
         }
         for sequence in sequences {
             self.sent(number, sequence);
@@ -474,12 +497,23 @@ impl Recorder<'_> {
     fn wait(&mut self) -> Result<()> {
         let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
         let timeout = timeout.unwrap_or(Duration::from_secs(30));
-        if self.last_progress.elapsed() > timeout {
+        let delay = match self.free.is_empty() || self.next == self.end {
+            true => Duration::ZERO,
+            false => self.pace.delay(Instant::now()),
+        };
+        if self.last_progress.elapsed() > timeout + self.pace.interval() {
             return self.nothing_happens(timeout);
         }
         let mut again = false;
-        for session in self.sessions.iter_mut().flatten() {
-            again |= session.endpoint.arm()?;
+        for number in 0..self.sessions.len() {
+            match self.sessions[number].as_mut().map(|session| session.endpoint.arm()) {
+                Some(Ok(armed)) => again |= armed,
+                Some(Err(error)) => {
+                    self.session_failed(number, &error)?;
+                    again = true;
+                }
+                None => {}
+            }
         }
         if again {
             return Ok(());
@@ -489,15 +523,23 @@ impl Recorder<'_> {
             fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
         }
         let event = self.compute.event();
-        let limit = if self.computing > 0 && event.is_none() {
+        let mut limit = if self.computing > 0 && event.is_none() {
             COMPUTE_INTERVAL
         } else {
             CHECK_INTERVAL
         };
+        if !delay.is_zero() {
+            limit = limit.min(delay);
+        }
         fds.extend(event);
         wait(&fds, limit)?;
-        for session in self.sessions.iter_mut().flatten() {
-            session.endpoint.clear_event()?;
+        for number in 0..self.sessions.len() {
+            let cleared = self.sessions[number]
+                .as_mut()
+                .map(|session| session.endpoint.clear_event());
+            if let Some(Err(error)) = cleared {
+                self.session_failed(number, &error)?;
+            }
         }
         Ok(())
     }

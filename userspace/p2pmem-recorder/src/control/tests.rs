@@ -59,6 +59,7 @@ fn other_versions_are_refused_by_both_sides() {
     let (mut program, mut node) = pair(LIMIT);
     let hello = Request::Hello {
         version,
+        nonce: String::new(),
         proof: String::new(),
         name: String::new(),
     };
@@ -127,4 +128,47 @@ fn silence_and_an_end_in_the_middle_are_errors() {
     near.stream.write_all(&[0, 0, 0]).unwrap();
     drop(near);
     assert!(matches!(far.receive::<Request>(), Err(Error::Closed)));
+}
+
+#[test]
+fn node_without_the_token_is_refused() {
+    let (mut program, mut node) = pair(LIMIT);
+    let impostor = thread::spawn(move || {
+        node.send(&Reply::Challenge {
+            version: VERSION,
+            nonce: "00".into(),
+        })
+        .unwrap();
+        let Request::Hello { proof, .. } = node.receive::<Request>().unwrap() else {
+            panic!("no hello");
+        };
+        // The only proof that it has is the program's.
+        let name = "storage".into();
+        node.send(&Reply::Welcome { name, proof }).unwrap();
+        node
+    });
+    let error = program.log_in(&token("0123456789abcdef"), "gpu").unwrap_err();
+    assert!(matches!(error, Error::Token), "{error}");
+    drop(impostor.join().unwrap());
+}
+
+#[test]
+fn reasons_are_sent_once_without_control_characters() {
+    let (mut near, mut far) = pair(LIMIT);
+    near.fail("red \u{1b}[31m");
+    near.fail("again");
+    drop(near);
+    let error = far.receive_reply().unwrap_err();
+    assert!(
+        matches!(&error, Error::Failed(reason) if reason == "red [31m"),
+        "{error}"
+    );
+    assert!(matches!(far.receive_reply(), Err(Error::Closed)));
+    let (mut near, mut far) = pair(LIMIT);
+    near.send(&"\u{1b}[31m".to_owned()).unwrap();
+    let error = far.receive::<Request>().unwrap_err().to_string();
+    assert!(
+        error.contains("unknown variant") && !error.contains('\u{1b}'),
+        "{error:?}"
+    );
 }

@@ -40,6 +40,15 @@ pub enum TokenError {
     TooShort,
 }
 
+/// The side that proves that it has the token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    /// The storage node.
+    Node,
+    /// The program at the accelerator.
+    Program,
+}
+
 /// The secret that both sides have.
 #[derive(Clone)]
 pub struct Token(String);
@@ -100,21 +109,28 @@ impl Token {
         Ok(hex::encode(bytes))
     }
 
-    fn mac(&self, nonce: &str) -> Hmac<Sha256> {
+    /// Returns the code for the proof of a side. Both sides have a part in it, so neither can use a proof of another connection.
+    fn mac(&self, side: Side, node: &str, program: &str) -> Hmac<Sha256> {
         let mut mac = <Hmac<Sha256> as Mac>::new_from_slice(self.0.as_bytes()).expect("a key of HMAC has any length");
-        mac.update(b"p2pmem-recorder control\0");
-        mac.update(nonce.as_bytes());
+        let side = match side {
+            Side::Node => "node",
+            Side::Program => "program",
+        };
+        for part in ["p2pmem-recorder control", side, node, program] {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part.as_bytes());
+        }
         mac
     }
 
-    /// Returns the proof for a challenge.
-    pub(super) fn proof(&self, nonce: &str) -> String {
-        hex::encode(self.mac(nonce).finalize().into_bytes())
+    /// Returns the proof of a side for the random numbers of both sides.
+    pub(super) fn proof(&self, side: Side, node: &str, program: &str) -> String {
+        hex::encode(self.mac(side, node, program).finalize().into_bytes())
     }
 
     /// Checks a proof, in a time that does not depend on its content.
-    pub(super) fn verify(&self, nonce: &str, proof: &str) -> bool {
-        hex::decode(proof).is_ok_and(|proof| self.mac(nonce).verify_slice(&proof).is_ok())
+    pub(super) fn verify(&self, side: Side, node: &str, program: &str, proof: &str) -> bool {
+        hex::decode(proof).is_ok_and(|proof| self.mac(side, node, program).verify_slice(&proof).is_ok())
     }
 }
 
@@ -128,12 +144,15 @@ mod tests {
         let other = Token::new("0123456789abcdeg").unwrap();
         let (nonce, later) = (Token::nonce().unwrap(), Token::nonce().unwrap());
         assert_ne!(nonce, later);
-        let proof = token.proof(&nonce);
-        assert!(token.verify(&nonce, &proof));
-        assert!(!token.verify(&later, &proof));
-        assert!(!other.verify(&nonce, &proof));
+        let proof = token.proof(Side::Program, &nonce, "own");
+        let verify = |token: &Token, side, nonce: &str, own, proof: &str| token.verify(side, nonce, own, proof);
+        assert!(verify(&token, Side::Program, &nonce, "own", &proof));
+        assert!(!verify(&token, Side::Node, &nonce, "own", &proof));
+        assert!(!verify(&token, Side::Program, &later, "own", &proof));
+        assert!(!verify(&token, Side::Program, &nonce, "ow", &proof));
+        assert!(!verify(&other, Side::Program, &nonce, "own", &proof));
         for bad in ["", "00", &proof[1..], &"é".repeat(32), &"+1".repeat(32)] {
-            assert!(!token.verify(&nonce, bad), "{bad}");
+            assert!(!verify(&token, Side::Program, &nonce, "own", bad), "{bad}");
         }
     }
 

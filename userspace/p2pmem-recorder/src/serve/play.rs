@@ -2,20 +2,22 @@
 
 //! A playback session of the node: blocks are read from the drives, announced, and read by the other side by RDMA.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{bail, ensure, Context, Result};
-use p2pmem_verbs::Access;
+use p2pmem_verbs::{Access, Address};
 
+use super::reason;
 use super::setup::{Ended, Port, CHECK_INTERVAL};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Error as ControlError, Play, Reply, Request, Start, Window};
 use crate::engine::PlayEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
+use crate::pace::Pace;
 use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
 use crate::status::{Direction, Limit};
 use crate::store::{Block, ChannelName, Files, Reader};
@@ -59,24 +61,6 @@ impl Cursor {
     }
 }
 
-/// Limits the bytes in a second.
-struct Pace {
-    started: Instant,
-    rate: Option<u64>,
-    bytes: u64,
-}
-
-impl Pace {
-    /// Returns how long the next block has to wait.
-    fn delay(&self) -> Duration {
-        let Some(rate) = self.rate else {
-            return Duration::ZERO;
-        };
-        let due = Duration::from_secs_f64(self.bytes as f64 / rate as f64);
-        due.saturating_sub(self.started.elapsed())
-    }
-}
-
 /// A playback session. Message *n* and buffer *n* belong to one block at a time.
 struct Playback<'a> {
     node: &'a Node,
@@ -96,7 +80,9 @@ struct Playback<'a> {
     /// Blocks that the drives have read, by buffer.
     read: BTreeMap<u32, Block>,
     /// Buffers that the other side has not released.
-    announced: BTreeMap<u32, Block>,
+    announced: BTreeSet<u32>,
+    /// Buffers whose announcement has no completion. The NIC may still send it, so its place cannot be used again.
+    sending: BTreeSet<u32>,
     played: u64,
     /// Whether the other side has posted receives for announcements.
     is_ready: bool,
@@ -144,6 +130,8 @@ pub(super) fn play(
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, access)?;
     let (address, rkey) = registered.window();
     let memory = node.describe_memory(&blocks);
+    let engine_reader = node.store().reader(&name, number)?;
+    let engine = PlayEngine::new(engine_reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Play,
         channel: name.clone(),
@@ -154,9 +142,6 @@ pub(super) fn play(
         block_size,
         buffers,
     });
-    endpoint.connect(&request.address)?;
-    let engine_reader = node.store().reader(&name, number)?;
-    let engine = PlayEngine::new(engine_reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let session = Playback {
         node,
         connection,
@@ -167,42 +152,48 @@ pub(super) fn play(
         blocks,
         reader,
         cursor,
-        pace: Pace {
-            started: Instant::now(),
-            rate: request.rate,
-            bytes: 0,
-        },
+        pace: Pace::new(request.rate, block_size, Instant::now()),
         free: (0..buffers).rev().collect(),
         order: VecDeque::new(),
         read: BTreeMap::new(),
-        announced: BTreeMap::new(),
+        announced: BTreeSet::new(),
+        sending: BTreeSet::new(),
         played: 0,
         is_ready: false,
         end_sent: false,
         finishing: false,
     };
-    for place in 0..buffers {
-        session.endpoint.post_message_receive(place)?;
-    }
-    session.connection.send(&Reply::PlayReady {
+    let ready = Reply::PlayReady {
         session: session.handle.id(),
         recording: number,
         address: session.endpoint.address(),
         window: Window { address, rkey },
         credits: buffers,
         memory,
-    })?;
-    session.run()
+    };
+    session.run(&request.address, &ready)
 }
 
 impl Playback<'_> {
-    fn run(mut self) -> Result<Ended> {
-        let result = self.serve();
+    fn run(mut self, other: &Address, ready: &Reply) -> Result<Ended> {
+        let result = self.begin(other, ready).and_then(|()| self.serve());
         if let Err(error) = &result {
-            self.handle.failed(format!("{error:#}"));
+            self.handle.failed(reason(error));
+            // The other side gets the reason before the wait for the drives, which takes as long as their driver waits for them.
+            self.connection.fail(&reason(error));
         }
         result?;
         Ok(Ended { blocks: self.played })
+    }
+
+    /// Connects, and lets the other side begin.
+    fn begin(&mut self, other: &Address, ready: &Reply) -> Result<()> {
+        self.endpoint.connect(other)?;
+        for place in 0..self.blocks.count() as u32 {
+            self.endpoint.post_message_receive(place)?;
+        }
+        self.connection.send(ready)?;
+        Ok(())
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -219,7 +210,7 @@ impl Playback<'_> {
             progress |= !completions.is_empty();
             for completion in &completions {
                 match kind(completion) {
-                    (Kind::MessageSent, _) => {}
+                    (Kind::MessageSent, place) => self.sent(place),
                     (Kind::MessageReceived, place) => self.released(place)?,
                     (Kind::Payload, _) => bail!("a completion for a request that was not posted"),
                 }
@@ -229,7 +220,7 @@ impl Playback<'_> {
             if self.finishing {
                 return Ok(());
             }
-            let delay = self.pace.delay();
+            let delay = self.pace.delay(Instant::now());
             let limit = if self.order.len() * 2 > self.blocks.count() {
                 Limit::Drive
             } else if !self.free.is_empty() && !delay.is_zero() {
@@ -238,11 +229,13 @@ impl Playback<'_> {
                 Limit::Peer
             };
             self.handle.progress(self.order.len(), limit);
-            if progress {
+            if progress || limit == Limit::Rate {
                 waiting_since = Instant::now();
+            }
+            if progress {
                 continue;
             }
-            if waiting_since.elapsed() > self.node.options().timeout && limit != Limit::Rate {
+            if waiting_since.elapsed() > self.node.options().timeout {
                 bail!(
                     "neither the drives nor the other side did anything for {:?}",
                     self.node.options().timeout
@@ -265,12 +258,12 @@ impl Playback<'_> {
     /// Starts to read blocks to the free buffers. Returns whether there was any.
     fn fetch(&mut self) -> Result<bool> {
         let mut progress = false;
-        while !self.free.is_empty() && self.pace.delay().is_zero() {
+        while self.is_ready && !self.free.is_empty() && self.pace.delay(Instant::now()).is_zero() {
             let Some(block) = self.cursor.peek() else { break };
             let Some(buffer) = self.free.pop() else { break };
             self.engine.fetch(buffer as usize, block.sequence)?;
             self.cursor.advance(&self.reader);
-            self.pace.bytes += self.blocks.block_size() as u64;
+            self.pace.advance(Instant::now());
             self.order.push_back(buffer);
             progress = true;
         }
@@ -294,9 +287,6 @@ impl Playback<'_> {
     /// Announces blocks in their order. Returns whether there was any.
     fn announce(&mut self) -> Result<bool> {
         let mut progress = false;
-        if !self.is_ready {
-            return Ok(false);
-        }
         while let Some((buffer, block)) = self.order.front().and_then(|buffer| self.read.remove_entry(buffer)) {
             self.order.pop_front();
             let message = Message::Announced {
@@ -305,7 +295,8 @@ impl Playback<'_> {
                 bytes: self.blocks.block_size() as u64,
             };
             self.endpoint.post(&[self.endpoint.message(buffer, &message, true)])?;
-            self.announced.insert(buffer, block);
+            self.announced.insert(buffer);
+            self.sending.insert(buffer);
             progress = true;
         }
         Ok(progress)
@@ -319,19 +310,28 @@ impl Playback<'_> {
             bail!("the other side sent {message:?} instead of the release of a buffer");
         };
         ensure!(
-            self.announced.remove(&buffer).is_some(),
+            self.announced.remove(&buffer),
             "the other side released buffer {buffer}, which was not announced"
         );
-        self.free.push(buffer);
+        if !self.sending.contains(&buffer) {
+            self.free.push(buffer);
+        }
         self.played += 1;
         self.handle.arrived();
         self.handle.acknowledged(1);
         Ok(())
     }
 
+    /// The announcement of a buffer was sent.
+    fn sent(&mut self, place: u32) {
+        if self.sending.remove(&place) && !self.announced.contains(&place) {
+            self.free.push(place);
+        }
+    }
+
     /// Sends the end after the last block. Returns whether it was sent.
     fn send_end(&mut self) -> Result<bool> {
-        let idle = self.order.is_empty() && self.announced.is_empty();
+        let idle = self.is_ready && self.order.is_empty() && self.announced.is_empty();
         if self.end_sent || !idle || self.cursor.peek().is_some() {
             return Ok(false);
         }
@@ -357,6 +357,101 @@ impl Playback<'_> {
             Ok(Some(other)) => Err(unexpected(&other).into()),
             Err(ControlError::Closed) => bail!("the other side vanished in the middle of the playback"),
             Err(error) => Err(error.into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::control::ChannelRequest;
+    use crate::store::{LunOptions, Store, StreamOptions};
+
+    /// Returns a recording of the blocks 10, 11, and 15, with the times 100, 110, and 150.
+    fn recording(folder: &std::path::Path) -> Reader<Files> {
+        use std::os::unix::fs::FileExt;
+
+        let files = Files::new().cached(true);
+        Store::prepare(&files, folder).unwrap();
+        let store = Store::open(files, [folder]).unwrap();
+        let lun = LunOptions::new([folder]).segment_size(1 << 20).segments(1);
+        store.create_lun("fast", &lun).unwrap();
+        store.create_stream("fast", "radar", &StreamOptions::new(4096)).unwrap();
+        let name = ChannelName::new("fast", "radar", 0);
+        let mut writer = store.writer(&name, 0).unwrap();
+        for sequence in [10, 11, 15] {
+            let block = Block {
+                sequence,
+                time: 10 * sequence,
+                checksum: 0,
+            };
+            writer
+                .write(block, |file, offset| file.write_all_at(&[0; 4096], offset))
+                .unwrap();
+        }
+        assert_eq!(writer.commit().acknowledged.len(), 3);
+        store.reader(&name, writer.recording()).unwrap()
+    }
+
+    fn played(reader: &Reader<Files>, start: Start, blocks: Option<u64>, repeat: bool) -> Vec<u64> {
+        let request = Play {
+            channel: ChannelRequest {
+                lun: "fast".into(),
+                stream: "radar".into(),
+                channel: 0,
+            },
+            port: 0,
+            recording: None,
+            start,
+            blocks,
+            repeat,
+            rate: None,
+            block_size: 4096,
+            address: address(),
+            buffers: 1,
+        };
+        let mut cursor = Cursor::new(reader, &request);
+        let mut all = Vec::new();
+        while let Some(block) = cursor.peek() {
+            all.push(block.sequence);
+            cursor.advance(reader);
+        }
+        all
+    }
+
+    fn address() -> Address {
+        Address {
+            link: p2pmem_verbs::Link::Infiniband,
+            lid: 1,
+            gid: [0; 16],
+            qpn: 1,
+            psn: 1,
+            mtu: 4096,
+            reads: 1,
+        }
+    }
+
+    #[test]
+    fn cursor_seeks_limits_and_repeats() {
+        let folder = tempfile::tempdir().unwrap();
+        let reader = recording(folder.path());
+        for (start, blocks, repeat, expected) in [
+            (Start::First, None, false, vec![10, 11, 15]),
+            (Start::First, Some(2), false, vec![10, 11]),
+            (Start::First, Some(0), false, vec![]),
+            (Start::Block(11), None, false, vec![11, 15]),
+            (Start::Block(12), None, false, vec![15]),
+            (Start::Block(16), None, false, vec![]),
+            (Start::Time(101), None, false, vec![11, 15]),
+            (Start::Time(151), None, false, vec![]),
+            (Start::First, Some(7), true, vec![10, 11, 15, 10, 11, 15, 10]),
+            (Start::Block(11), Some(3), true, vec![11, 15, 11]),
+        ] {
+            assert_eq!(
+                played(&reader, start, blocks, repeat),
+                expected,
+                "{start:?} {blocks:?} {repeat}"
+            );
         }
     }
 }

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{bail, ensure, Context, Result};
-use p2pmem_verbs::{Access, Nic};
+use p2pmem_verbs::{Access, Address, Nic};
 
+use super::reason;
 use super::setup::{Ended, Port, CHECK_INTERVAL};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
 use crate::control::{unexpected, Connection, Error as ControlError, Record, Reply, Request};
@@ -70,6 +71,7 @@ pub(super) fn record(
     let writer = node.store().writer(&name, request.started)?;
     let recording = writer.recording();
     let memory = node.describe_memory(&blocks);
+    let engine = RecordEngine::new(writer, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Record,
         channel: name,
@@ -80,8 +82,6 @@ pub(super) fn record(
         block_size,
         buffers,
     });
-    endpoint.connect(&request.address)?;
-    let engine = RecordEngine::new(writer, Arc::clone(&blocks)).context("starting io_uring")?;
     let session = Recording {
         node,
         connection,
@@ -96,17 +96,7 @@ pub(super) fn record(
         recorded: 0,
         finishing: false,
     };
-    for buffer in 0..buffers {
-        session.post_receives(buffer)?;
-    }
-    session.connection.send(&Reply::RecordReady {
-        session: session.handle.id(),
-        recording,
-        address: session.endpoint.address(),
-        credits: buffers,
-        memory,
-    })?;
-    session.run()
+    session.run(&request.address, memory)
 }
 
 impl Recording<'_> {
@@ -117,12 +107,14 @@ impl Recording<'_> {
     }
 
     /// Runs the session, and ends it. Blocks that arrived are recorded also if the session fails, as far as the drives permit.
-    fn run(mut self) -> Result<Ended> {
-        let result = self.serve();
+    fn run(mut self, other: &Address, memory: String) -> Result<Ended> {
+        let result = self.begin(other, memory).and_then(|()| self.serve());
         if let Err(error) = &result {
-            self.handle.failed(format!("{error:#}"));
+            self.handle.failed(reason(error));
+            // The other side gets the reason before the wait for the drives, which takes as long as their driver waits for them.
+            self.connection.fail(&reason(error));
+            self.take_arrived();
         }
-        // Blocks in flight complete and are recorded, although the other side gets no acknowledgement after an error.
         let (done, finished) = self.engine.finish();
         self.handle.acknowledged(done.acknowledged.len() as u64);
         for failure in &done.failures {
@@ -131,6 +123,35 @@ impl Recording<'_> {
         result?;
         finished.context("ending the recording")?;
         Ok(Ended { blocks: self.recorded })
+    }
+
+    /// Connects, posts receives for all buffers, and lets the other side begin.
+    fn begin(&mut self, other: &Address, memory: String) -> Result<()> {
+        self.endpoint.connect(other)?;
+        let buffers = self.blocks.count() as u32;
+        for buffer in 0..buffers {
+            self.post_receives(buffer)?;
+        }
+        self.connection.send(&Reply::RecordReady {
+            session: self.handle.id(),
+            recording: self.engine.recording(),
+            address: self.endpoint.address(),
+            credits: buffers,
+            memory,
+        })?;
+        Ok(())
+    }
+
+    /// Records blocks that arrived before the session failed. The failure stays the reason if one of them is refused, too.
+    fn take_arrived(&mut self) {
+        let mut completions = Vec::new();
+        while self.endpoint.poll(&mut completions).is_ok() && !completions.is_empty() {
+            for completion in &completions {
+                if let (Kind::Payload, buffer) = kind(completion) {
+                    let _ = self.arrived(buffer, completion.bytes);
+                }
+            }
+        }
     }
 
     fn serve(&mut self) -> Result<()> {
@@ -166,12 +187,8 @@ impl Recording<'_> {
                 waiting_since = Instant::now();
                 continue;
             }
-            if waiting_since.elapsed() > self.node.options().timeout && self.filled > 0 {
-                bail!(
-                    "the drives did not complete {} blocks within {:?}",
-                    self.filled,
-                    self.node.options().timeout
-                );
+            if waiting_since.elapsed() > self.node.options().timeout {
+                self.check_progress()?;
             }
             if self.endpoint.arm()? {
                 continue;
@@ -180,6 +197,21 @@ impl Recording<'_> {
             wait(&fds, CHECK_INTERVAL)?;
             self.endpoint.clear_event()?;
         }
+    }
+
+    /// Fails if something is outstanding, although nothing happened for the time limit. A source may pause for any time.
+    fn check_progress(&self) -> Result<()> {
+        let timeout = self.node.options().timeout;
+        ensure!(
+            self.filled == 0,
+            "the drives did not complete {} blocks within {timeout:?}",
+            self.filled
+        );
+        ensure!(
+            self.places.len() == self.blocks.count(),
+            "the other side did not receive an acknowledgement within {timeout:?}"
+        );
+        Ok(())
     }
 
     /// Handles a block that arrived.

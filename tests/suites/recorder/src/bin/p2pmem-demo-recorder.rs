@@ -455,7 +455,7 @@ fn print(rows: &[Row], direction: Direction, title: &str) {
             format!("{kind}{staged}"),
             rate(1),
             rate(2),
-            format!("{:.1}", row.mb_per_s.iter().sum::<f64>()),
+            format!("{:.1}", row.aggregate_mb_per_s),
             format!("{:.1}", row.link_mb_per_s.iter().sum::<f64>()),
             format!("{:.2}", row.ratio_to_link),
             format!("{:.4}", row.host_bytes_per_byte[0]),

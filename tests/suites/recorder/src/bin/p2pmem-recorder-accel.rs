@@ -3,6 +3,7 @@
 //! In a guest: records what the emulated accelerator computes, or plays recordings to it, by one or more NICs.
 
 use std::path::PathBuf;
+use std::sync::Barrier;
 use std::thread;
 use std::time::Duration;
 
@@ -66,7 +67,7 @@ enum Command {
     Play,
 }
 
-fn session(cli: &Cli, hardware: &Hardware, number: u32) -> Result<Session> {
+fn session(cli: &Cli, hardware: &Hardware, number: u32, begin: &Barrier) -> Result<Session> {
     let role = match cli.command {
         Command::Record { .. } => Role::Source,
         Command::Play => Role::Target,
@@ -75,7 +76,10 @@ fn session(cli: &Cli, hardware: &Hardware, number: u32) -> Result<Session> {
         first: number * RINGS,
         count: RINGS,
     };
-    let mut compute = AccelCompute::new(hardware, role, cli.block_size, cli.buffers, rings, cli.staged)?;
+    let compute = AccelCompute::new(hardware, role, cli.block_size, cli.buffers, rings, cli.staged);
+    // All sessions begin at the same time, also if one of them cannot.
+    begin.wait();
+    let mut compute = compute?;
     let request = SessionRequest {
         remote: Remote {
             address: cli.node.clone(),
@@ -100,6 +104,7 @@ fn session(cli: &Cli, hardware: &Hardware, number: u32) -> Result<Session> {
                 mirror: false,
                 blocks,
                 first: 0,
+                rate: None,
                 verify,
             };
             let recorded = record(&mut compute, &options)?;
@@ -132,10 +137,11 @@ fn main() -> Result<()> {
     let cli = Cli::parse();
     let first = cli.nic.first().ok_or_else(|| anyhow!("specify a NIC"))?;
     let hardware = Hardware::open(first, &cli.accel)?;
+    let begin = &Barrier::new(cli.nic.len());
     let sessions: Vec<Session> = thread::scope(|scope| {
         let (cli, hardware) = (&cli, &hardware);
         let threads: Vec<_> = (0..cli.nic.len() as u32)
-            .map(|number| scope.spawn(move || session(cli, hardware, number)))
+            .map(|number| scope.spawn(move || session(cli, hardware, number, begin)))
             .collect();
         let results = threads
             .into_iter()
