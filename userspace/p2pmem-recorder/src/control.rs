@@ -299,7 +299,7 @@ impl Connection {
         sockopt::set_tcp_keepidle(&stream, idle).map_err(io::Error::from)?;
         sockopt::set_tcp_keepintvl(&stream, interval).map_err(io::Error::from)?;
         sockopt::set_tcp_keepcnt(&stream, count).map_err(io::Error::from)?;
-        // A machine that is gone while data is on its way.
+        // A machine that is gone while data is in flight.
         let all = idle + interval * count;
         sockopt::set_tcp_user_timeout(&stream, all.as_millis() as u32).map_err(io::Error::from)?;
         Ok(Self {

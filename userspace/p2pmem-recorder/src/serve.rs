@@ -17,11 +17,10 @@ use std::time::Instant;
 use anyhow::{ensure, Context, Result};
 
 pub use setup::Port;
-use setup::{Ended, CHECK_INTERVAL};
+use setup::{reason, Ended, CHECK_INTERVAL};
 
 use crate::control::{
-    printable, unexpected, ChannelRequest, Connection, ListedChannel, Reply, Request, Token, LOGIN_LIMIT, MAX_LISTED,
-    MAX_REASON,
+    unexpected, ChannelRequest, Connection, ListedChannel, Reply, Request, Token, LOGIN_LIMIT, MAX_LISTED,
 };
 use crate::node::Node;
 use crate::rdma::wait;
@@ -119,11 +118,6 @@ fn accept<'scope>(
         }
     }
     Ok(())
-}
-
-/// Returns the text of an error without control characters, which words of the other side may have.
-fn reason(error: &anyhow::Error) -> String {
-    printable(&format!("{error:#}"), MAX_REASON)
 }
 
 /// Serves one connection to its end.

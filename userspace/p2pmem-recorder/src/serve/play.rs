@@ -10,8 +10,7 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address};
 
-use super::reason;
-use super::setup::{Ended, Port, CHECK_INTERVAL};
+use super::setup::{reason, Ended, Port, CHECK_INTERVAL};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Error as ControlError, Play, Reply, Request, Start, Window};
 use crate::engine::PlayEngine;

@@ -10,8 +10,7 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address, Nic};
 
-use super::reason;
-use super::setup::{Ended, Port, CHECK_INTERVAL};
+use super::setup::{reason, Ended, Port, CHECK_INTERVAL};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
 use crate::control::{unexpected, Connection, Error as ControlError, Record, Reply, Request};
 use crate::engine::RecordEngine;

@@ -9,6 +9,7 @@ use anyhow::{ensure, Context, Result};
 use p2pmem::{Client, Device};
 use p2pmem_verbs::Nic;
 
+use crate::control::{printable, MAX_REASON};
 use crate::memory::{drives_of, BlockMemory};
 use crate::node::Node;
 use crate::rdma::{open_nic, MAX_BLOCK};
@@ -112,4 +113,9 @@ impl Node {
             _ => "host memory".into(),
         }
     }
+}
+
+/// Returns the text of an error without control characters, which words of the other side may have.
+pub(super) fn reason(error: &anyhow::Error) -> String {
+    printable(&format!("{error:#}"), MAX_REASON)
 }
