@@ -13,6 +13,8 @@ use crate::measured::Session;
 
 /// The smallest part of the link's rate.
 const LINK_RATIO: f64 = 0.9;
+/// The largest part. A link has a fixed rate, so a larger part shows that the link's rate was measured wrong.
+const MOST_LINK_RATIO: f64 = 1.05;
 /// From this number on, bytes of host memory that NICs and the accelerator accessed for a byte of payload are not 0: for each block,
 /// they access a few messages of 256 bytes.
 const NO_HOST_BYTES: f64 = 0.002;
@@ -122,7 +124,7 @@ impl Row {
     fn missed(&self, blocks: u64) -> Vec<String> {
         let mut missed = Vec::new();
         let name = self.name();
-        if !self.staged && !(LINK_RATIO..2.0).contains(&self.ratio_to_link) {
+        if !self.staged && !(LINK_RATIO..=MOST_LINK_RATIO).contains(&self.ratio_to_link) {
             missed.push(format!(
                 "{name}: {:.2} of the link's rate; the aim is {LINK_RATIO}",
                 self.ratio_to_link
@@ -248,6 +250,9 @@ mod tests {
         assert!(words(&row(&[89], false, 0)).contains("0.89 of the link's rate"));
         assert!(words(&row(&[95], false, 1 << 20)).contains("the aim is 0"));
         assert!(words(&row(&[95], true, 64 << 20)).contains("through host memory"));
+        let mut too_fast = row(&[95], false, 0);
+        too_fast.ratio_to_link = 1.93;
+        assert!(words(&too_fast).contains("1.93 of the link's rate"));
         let mut without_link = row(&[95], false, 0);
         without_link.ratio_to_link = f64::NAN;
         assert!(words(&without_link).contains("NaN of the link's rate"));
