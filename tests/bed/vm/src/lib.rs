@@ -22,6 +22,7 @@ pub mod process;
 pub mod pyverbs;
 pub mod qemu;
 pub mod qmp;
+pub mod script;
 pub mod stamp;
 pub mod topology;
 pub mod trace;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
@@ -17,22 +17,19 @@ use p2pmem_async::wqe::Transport;
 use p2pmem_async_suite::page::page;
 use p2pmem_async_suite::report::{Aborted, RealGpu, Report, Row, missed};
 use p2pmem_async_suite::two_nodes::{Measured, Mode, Parameters};
-use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
-use p2pmem_vm::cluster::Cluster;
-use p2pmem_vm::command::{Command, Outcome, Status};
+use p2pmem_vm::command::Command;
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
-use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Options, sibling, tool, topologies};
+use p2pmem_vm::script::Script;
+use p2pmem_vm::vm::{sibling, tool};
 use serde_json::Value;
 
 /// The nodes.
 const NODES: [&str; 2] = ["a", "b"];
 /// TCP port of the node that waits.
 const PORT: u16 = 18540;
-/// The time limit of a short command, and of a measurement.
-const SHORT_LIMIT: Duration = Duration::from_secs(60);
+/// The time limit of a measurement.
 const LONG_LIMIT: Duration = Duration::from_secs(180);
 /// Iterations of a batch.
 const BATCH: u32 = 20;
@@ -72,51 +69,24 @@ fn messages(shorter: u32) -> Vec<(Transport, u32, u32)> {
 }
 
 struct Bed {
-    cluster: Cluster,
-    devices: Vec<Devices>,
-    findings: Vec<String>,
+    script: Script,
     node: String,
 }
 
 impl Bed {
-    /// Checks the outcome of a command. Returns its standard output.
-    fn check_outcome(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
-        self.findings
-            .extend(outcome.findings.iter().map(|line| format!("{name}: {line}")));
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
-        ensure!(
-            outcome.status == (Status::Exited { code: 0 }),
-            "{name}# {}: {:?}\n{}\n{}",
-            command.argv.join(" "),
-            outcome.status,
-            text(&outcome.stdout),
-            text(&outcome.stderr)
-        );
-        Ok(text(&outcome.stdout))
-    }
-
-    fn run(&mut self, name: &str, argv: &[&str]) -> Result<String> {
-        let command = Command::new(argv.iter().copied()).limit(SHORT_LIMIT);
-        let outcome = self.cluster.exec(name, &command)?;
-        self.check_outcome(name, &command, outcome)
-    }
-
     /// Returns the options that name the devices of a node.
-    fn hardware(&self, number: usize) -> Result<[String; 4]> {
-        let devices = self.devices.get(number).context("an unknown node")?;
-        let device = |name: &str| devices.get(name).with_context(|| format!("no device {name}"));
-        let nic = device("nic0")?.rdma.clone();
-        let nic = nic.context("no driver has made an RDMA device of the NIC")?;
-        Ok(["--nic".into(), nic, "--accel".into(), device("accel0")?.bdf.clone()])
+    fn hardware(&self, node: &str) -> Result<[String; 4]> {
+        let accel = self.script.device(node, "accel0")?.bdf.clone();
+        Ok(["--nic".into(), self.script.nic(node, "nic0")?, "--accel".into(), accel])
     }
 
     /// Runs one measurement on both nodes.
     fn measure(&mut self, parameters: &Parameters) -> Result<Row> {
-        let address = self.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"])?;
+        let address = self.script.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"])?;
         let mut serve = vec![self.node.clone(), "serve".into()];
-        serve.extend(self.hardware(1)?);
+        serve.extend(self.hardware(NODES[1])?);
         let mut run = vec![self.node.clone(), "run".into()];
-        run.extend(self.hardware(0)?);
+        run.extend(self.hardware(NODES[0])?);
         for (option, value) in [
             ("--mode", option_value(&parameters.mode)),
             ("--transport", option_value(&parameters.transport)),
@@ -130,17 +100,9 @@ impl Bed {
         run.push(address);
         let server = Command::new(serve).limit(LONG_LIMIT).listen(Listen::Tcp(PORT));
         let client = Command::new(run).limit(LONG_LIMIT);
-        let served = self
-            .cluster
-            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
-        let second = self.check_outcome(NODES[1], &server, served.server);
-        let Some(first) = served.client else {
-            bail!("the other node did not come up: {:?}", second.err());
-        };
-        // The error of the node that starts names the cause, also if the other one caused it.
-        let first = self.check_outcome(NODES[0], &client, first)?;
+        let [second, first] = self.script.run_pair((NODES[1], &server), (NODES[0], &client))?;
         let parse = |text: &str| serde_json::from_str::<Measured>(text).with_context(|| format!("output {text:?}"));
-        Row::new(parameters, &[parse(&first)?, parse(&second?)?]).context("the kernel does not count the time of tasks")
+        Row::new(parameters, &[parse(&first)?, parse(&second)?]).context("the kernel does not count the time of tasks")
     }
 }
 
@@ -211,27 +173,12 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.kernel_release = kernel::release()?;
-    let layout = Layout::load(&topologies().join("async.toml"))?;
-    println!("1. Boot: {}", layout.description);
-    let cluster = Cluster::boot(&layout, &Options::default())?;
-    println!("   ready after {:.1} s", cluster.boot_time().as_secs_f64());
     let mut bed = Bed {
-        cluster,
-        devices: Vec::new(),
-        findings: Vec::new(),
+        script: Script::boot("async", &report.kernel_release)?,
         node: utf8(&sibling("p2pmem-async-node")?)?.to_owned(),
     };
     let done = measure_all(cli, &module, &mut bed, report);
-    let Bed {
-        cluster, mut findings, ..
-    } = bed;
-    match cluster.shut_down() {
-        Ok(late) => findings.extend(late),
-        Err(error) => report.failures.push(format!("the guests' end: {error:#}")),
-    }
-    report
-        .failures
-        .extend(findings.iter().map(|line| format!("kernel log: {line}")));
+    report.failures.extend(bed.script.shut_down());
     done?;
     report.real_gpu = real_gpu()?;
     Ok(())
@@ -241,19 +188,12 @@ fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> 
     println!("2. Load the module, and publish the accelerators; pinned exports are permitted for queues");
     let ctl = tool("p2pmemctl")?;
     for name in NODES {
-        let release = bed.cluster.node(name)?.release().to_owned();
-        ensure!(
-            release == report.kernel_release,
-            "kernel {release} runs on {name}, not the installed {}",
-            report.kernel_release
-        );
-        let text = bed.run(name, &["cat", devices::FILE])?;
-        bed.devices.push(serde_json::from_str(&text).context(devices::FILE)?);
         // IP over InfiniBand sends messages of its own, which are in host memory.
-        bed.run(name, &["sh", "-c", "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib"])?;
-        bed.run(name, &["insmod", utf8(module)?])?;
-        let accel = bed.hardware(bed.devices.len() - 1)?[3].clone();
-        bed.run(
+        bed.script
+            .run(name, &["sh", "-c", "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib"])?;
+        bed.script.run(name, &["insmod", utf8(module)?])?;
+        let accel = bed.script.device(name, "accel0")?.bdf.clone();
+        bed.script.run(
             name,
             &[&ctl, "publish", &accel, "--kernel-reserve", "0", "--pinned-exports"],
         )?;
@@ -282,10 +222,9 @@ fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> 
 
     println!("4. Byte code that ends in the middle");
     let mut abort = vec![bed.node.clone(), "abort".into()];
-    abort.extend(bed.hardware(0)?);
+    abort.extend(bed.hardware(NODES[0])?);
     let command = Command::new(abort).limit(LONG_LIMIT);
-    let outcome = bed.cluster.exec(NODES[0], &command)?;
-    let text = bed.check_outcome(NODES[0], &command, outcome)?;
+    let text = bed.script.run_command(NODES[0], &command)?;
     let aborted: Vec<Aborted> = serde_json::from_str(&text).context("output of p2pmem-async-node abort")?;
     for aborted in &aborted {
         println!("   {}: {}", aborted.case, aborted.error);
@@ -293,16 +232,16 @@ fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> 
     report.aborted = aborted;
 
     println!("5. Take all down");
-    for (number, name) in NODES.into_iter().enumerate() {
-        let list: Value = serde_json::from_str(&bed.run(name, &[&ctl, "list", "--json"])?)?;
+    for name in NODES {
+        let list: Value = serde_json::from_str(&bed.script.run(name, &[&ctl, "list", "--json"])?)?;
         ensure!(
             list["info"]["buffers"] == 0,
             "buffers are left on {name}: {}",
             list["info"]
         );
-        let accel = bed.hardware(number)?[3].clone();
-        bed.run(name, &[&ctl, "unpublish", &accel])?;
-        bed.run(name, &["rmmod", "p2pmem"])?;
+        let accel = bed.script.device(name, "accel0")?.bdf.clone();
+        bed.script.run(name, &[&ctl, "unpublish", &accel])?;
+        bed.script.run(name, &["rmmod", "p2pmem"])?;
     }
     Ok(())
 }

@@ -13,17 +13,15 @@ use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
 use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
-use p2pmem_guest::devices::{self, Devices};
 use p2pmem_guest::wire::Listen;
 use p2pmem_recorder_suite::measured::Session;
 use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row, Verified};
-use p2pmem_vm::cluster::Cluster;
-use p2pmem_vm::command::{Command, Outcome, Status};
+use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
-use p2pmem_vm::topology::Layout;
-use p2pmem_vm::vm::{Options, sibling, tool, topologies};
+use p2pmem_vm::script::Script;
+use p2pmem_vm::vm::{sibling, tool};
 use serde_json::Value;
 
 /// The accelerator node and the storage node.
@@ -34,8 +32,7 @@ const NICS: [&str; 2] = ["nic0", "nic1"];
 const PERFTEST_PORT: u16 = 18515;
 /// The TCP port of the recorder.
 const RECORDER_PORT: u16 = 18700;
-/// The time limit of a short command, and of a transfer.
-const SHORT_LIMIT: Duration = Duration::from_secs(60);
+/// The time limit of a transfer.
 const LONG_LIMIT: Duration = Duration::from_secs(180);
 /// Bytes of a block, as in the paper that the recorder follows.
 const BLOCK: u64 = 1 << 20;
@@ -64,53 +61,21 @@ struct Cli {
 }
 
 struct Bed {
-    cluster: Cluster,
-    devices: Vec<Devices>,
-    findings: Vec<String>,
+    script: Script,
     blocks: u64,
 }
 
 impl Bed {
-    /// Checks the outcome of a command. Returns its standard output.
-    fn check_outcome(&mut self, name: &str, command: &Command, outcome: Outcome) -> Result<String> {
-        self.findings
-            .extend(outcome.findings.iter().map(|line| format!("{name}: {line}")));
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
-        ensure!(
-            outcome.status == (Status::Exited { code: 0 }),
-            "{name}# {}: {:?}\n{}\n{}",
-            command.argv.join(" "),
-            outcome.status,
-            text(&outcome.stdout),
-            text(&outcome.stderr)
-        );
-        Ok(text(&outcome.stdout))
+    fn shell(&mut self, node: &str, script: &str) -> Result<String> {
+        self.script.run(node, &["bash", "-c", script])
     }
 
-    fn run(&mut self, name: &str, argv: &[&str], limit: Duration) -> Result<String> {
-        let command = Command::new(argv.iter().copied()).limit(limit);
-        let outcome = self.cluster.exec(name, &command)?;
-        self.check_outcome(name, &command, outcome)
-    }
-
-    fn shell(&mut self, name: &str, script: &str) -> Result<String> {
-        self.run(name, &["bash", "-c", script], SHORT_LIMIT)
-    }
-
-    /// Returns the name of a NIC's RDMA device.
-    fn nic(&self, node: usize, nic: u32) -> Result<String> {
-        let name = NICS[nic as usize];
-        let device = self.devices[node]
-            .get(name)
-            .with_context(|| format!("no device {name}"))?;
-        device
-            .rdma
-            .clone()
-            .context("no driver has made an RDMA device of the NIC")
-    }
-
-    fn nics(&self, node: usize, nics: &[u32]) -> Result<String> {
-        let names: Vec<String> = nics.iter().map(|nic| self.nic(node, *nic)).collect::<Result<_>>()?;
+    /// Returns the names of NICs' RDMA devices, as options have them.
+    fn nics(&self, node: &str, nics: &[u32]) -> Result<String> {
+        let names: Vec<String> = nics
+            .iter()
+            .map(|nic| self.script.nic(node, NICS[*nic as usize]))
+            .collect::<Result<_>>()?;
         Ok(names.join(","))
     }
 
@@ -128,13 +93,13 @@ impl Bed {
     }
 
     fn measure_links(&mut self, program: &str, nics: &[u32]) -> Result<Vec<f64>> {
-        let script = |node: usize, peer: &str| -> Result<String> {
+        let script = |node: &str, peer: &str| -> Result<String> {
             let mut script = "set -e\npids=()\n".to_owned();
             for nic in nics {
                 let port = PERFTEST_PORT + *nic as u16;
                 script += &format!(
                     "{program} -F -d {} -p {port} -s {BLOCK} -n {} --report_gbits {peer} >/run/perftest.{nic} & pids+=($!)\n",
-                    self.nic(node, *nic)?,
+                    self.nics(node, &[*nic])?,
                     self.blocks
                 );
             }
@@ -144,21 +109,13 @@ impl Bed {
             }
             Ok(script)
         };
-        let (listen, server) = (PERFTEST_PORT + nics[nics.len() - 1] as u16, script(1, "")?);
-        let client = script(0, "\"$P2PMEM_ADDR_B\"")?;
+        let (listen, server) = (PERFTEST_PORT + nics[nics.len() - 1] as u16, script(NODES[1], "")?);
+        let client = script(NODES[0], "\"$P2PMEM_ADDR_B\"")?;
         let server = Command::new(["bash", "-c", &server])
             .limit(LONG_LIMIT)
             .listen(Listen::Tcp(listen));
         let client = Command::new(["bash", "-c", &client]).limit(LONG_LIMIT);
-        let served = self
-            .cluster
-            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
-        let second = self.check_outcome(NODES[1], &server, served.server);
-        let Some(first) = served.client else {
-            bail!("perftest did not listen: {:?}", second.err());
-        };
-        let text = self.check_outcome(NODES[0], &client, first)?;
-        second?;
+        let [_, text] = self.script.run_pair((NODES[1], &server), (NODES[0], &client))?;
         // The average rate in Gb/s.
         let rates = text.lines().map(|line| Ok(line.trim().parse::<f64>()? * 125.0));
         let rates: Vec<f64> = rates
@@ -205,7 +162,7 @@ impl Bed {
             "--drive".into(),
             DRIVES.into(),
             "--nic".into(),
-            self.nics(1, &[0, 1])?,
+            self.nics(NODES[1], &[0, 1])?,
             "--token-file".into(),
             TOKEN.into(),
             "--memory".into(),
@@ -215,8 +172,8 @@ impl Bed {
             "--timeout".into(),
             "60".into(),
         ];
-        let address = self.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"], SHORT_LIMIT)?;
-        let accel = self.devices[0].get("accel0").context("no device accel0")?.bdf.clone();
+        let address = self.script.run(NODES[0], &["printenv", "P2PMEM_ADDR_B"])?;
+        let accel = self.script.device(NODES[0], "accel0")?.bdf.clone();
         let mut client = vec![
             utf8(&sibling("p2pmem-recorder-accel")?)?.to_owned(),
             format!("{address}:{RECORDER_PORT}"),
@@ -229,7 +186,7 @@ impl Bed {
             "--channel".into(),
             nics[0].to_string(),
             "--nic".into(),
-            self.nics(0, nics)?,
+            self.nics(NODES[0], nics)?,
             "--node-nic".into(),
             nics[0].to_string(),
             "--accel".into(),
@@ -244,17 +201,9 @@ impl Bed {
         }
         let server = Command::new(serve).limit(LONG_LIMIT).listen(Listen::Tcp(RECORDER_PORT));
         let client = Command::new(client).limit(LONG_LIMIT);
-        let before = self.cluster.snapshot()?;
-        let served = self
-            .cluster
-            .serve_to_the_end((NODES[1], &server), (NODES[0], &client))?;
-        let second = self.check_outcome(NODES[1], &server, served.server);
-        let Some(first) = served.client else {
-            bail!("the storage node did not come up: {:?}", second.err());
-        };
-        let text = self.check_outcome(NODES[0], &client, first)?;
-        second?;
-        let counted = difference(&before, &self.cluster.snapshot()?);
+        let before = self.script.cluster.snapshot()?;
+        let [_, text] = self.script.run_pair((NODES[1], &server), (NODES[0], &client))?;
+        let counted = difference(&before, &self.script.cluster.snapshot()?);
         let sessions: Vec<Session> = serde_json::from_str(&text).with_context(|| format!("output {text:?}"))?;
         let mut moved = Self::moved_bytes(&counted)?;
         moved.accelerator_node_host += sessions.iter().map(|session| session.copied).sum::<u64>();
@@ -320,26 +269,12 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.kernel_release = kernel::release()?;
-    let layout = Layout::load(&topologies().join("recorder-rate.toml"))?;
-    println!("1. Boot: {}", layout.description);
-    let cluster = Cluster::boot(&layout, &Options::default())?;
-    println!("   ready after {:.1} s", cluster.boot_time().as_secs_f64());
     let mut bed = Bed {
-        cluster,
-        devices: Vec::new(),
-        findings: Vec::new(),
+        script: Script::boot("recorder-rate", &report.kernel_release)?,
         blocks: cli.blocks,
     };
     let done = transfer_all(utf8(&module)?, &mut bed, report);
-    let Bed {
-        cluster, mut findings, ..
-    } = bed;
-    match cluster.shut_down() {
-        Ok(late) => findings.extend(late),
-        Err(error) => report.failures.push(format!("the guests' end: {error:#}")),
-    }
-    let findings = findings.iter().map(|line| format!("kernel log: {line}"));
-    report.failures.extend(findings);
+    report.failures.extend(bed.script.shut_down());
     done
 }
 
@@ -347,11 +282,9 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
     println!("2. Publish the accelerators; on the storage node, make file systems on both drives and a LUN over them");
     let (ctl, recorder) = (tool("p2pmemctl")?, tool("p2pmem-recorder")?);
     for name in NODES {
-        let text = bed.run(name, &["cat", devices::FILE], SHORT_LIMIT)?;
-        bed.devices.push(serde_json::from_str(&text).context(devices::FILE)?);
         // IP over InfiniBand sends messages of its own, which are in host memory.
         bed.shell(name, "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib")?;
-        bed.run(name, &["insmod", module], SHORT_LIMIT)?;
+        bed.script.run(name, &["insmod", module])?;
         bed.shell(
             name,
             &format!(
@@ -420,7 +353,7 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
     println!("5. Take all down");
     bed.shell(NODES[1], "umount /run/recorder/nvme0 /run/recorder/nvme1")?;
     for name in NODES {
-        let list: Value = serde_json::from_str(&bed.run(name, &[&ctl, "list", "--json"], SHORT_LIMIT)?)?;
+        let list: Value = serde_json::from_str(&bed.script.run(name, &[&ctl, "list", "--json"])?)?;
         ensure!(
             list["info"]["buffers"] == 0,
             "buffers are left on {name}: {}",
