@@ -30,6 +30,8 @@ const MAX_CHANNELS: usize = 1 << 20;
 /// How long a program waits for the node's reason after a request has failed.
 const REASON_LIMIT: Duration = Duration::from_secs(2);
 
+use spectrum::Transform;
+
 pub use compute::{Compute, Computed, Registered};
 
 /// A storage node, and how to reach it.
@@ -119,9 +121,48 @@ pub struct Verification {
     pub every: u64,
 }
 
-impl Verification {
-    pub(crate) fn wants(self, number: u64) -> bool {
-        self.every != 0 && number % self.every == 0
+/// Compares blocks with what the processor computes.
+#[derive(Debug)]
+struct Verifier {
+    verification: Verification,
+    transform: Transform,
+    input: Vec<f32>,
+    output: Vec<f32>,
+    verified: u64,
+}
+
+impl Verifier {
+    fn new(verification: Verification, block_size: u64) -> Self {
+        let numbers = block_size as usize / 4;
+        Self {
+            verification,
+            transform: Transform::default(),
+            input: vec![0.0; numbers],
+            output: vec![0.0; numbers],
+            verified: 0,
+        }
+    }
+
+    /// Compares the block in a buffer if its number, counted from 0, is one of those to verify.
+    fn verify(&mut self, compute: &dyn Compute, buffer: u32, number: u64, sequence: u64) -> Result<()> {
+        let every = self.verification.every;
+        if every == 0 || number % every != 0 {
+            return Ok(());
+        }
+        compute.copy(buffer, &mut self.input, &mut self.output)?;
+        let verified = self.transform.verify(&self.input, &self.output);
+        verified.with_context(|| format!("block {sequence} is wrong"))?;
+        self.verified += 1;
+        Ok(())
+    }
+}
+
+/// Returns how long to wait at most. Work of an accelerator without events has to be looked for.
+fn longest_wait(compute: &dyn Compute, computing: u32) -> Duration {
+    if computing > 0 && compute.event().is_none() {
+        COMPUTE_INTERVAL
+    } else {
+        CHECK_INTERVAL
     }
 }
 

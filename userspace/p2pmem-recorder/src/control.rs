@@ -32,7 +32,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use p2pmem_verbs::Address;
-use rustix::net::sockopt;
+use rustix::net::{recv, sockopt, RecvFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -372,13 +372,17 @@ impl Connection {
 
     /// Reads what has arrived. Returns whether there was anything.
     fn read(&mut self, timeout: Option<Duration>) -> Result<bool> {
-        let mut bytes = [0; 16 << 10];
-        self.stream.set_nonblocking(timeout.is_none())?;
-        if timeout.is_some() {
-            self.stream.set_read_timeout(timeout)?;
-        }
-        let result = self.stream.read(&mut bytes);
-        self.stream.set_nonblocking(false)?;
+        let mut bytes = [0; 4096];
+        let result = match timeout {
+            Some(_) => {
+                self.stream.set_read_timeout(timeout)?;
+                self.stream.read(&mut bytes)
+            }
+            // Sessions look each time that something else happened.
+            None => recv(&self.stream, &mut bytes, RecvFlags::DONTWAIT)
+                .map(|(count, _)| count)
+                .map_err(io::Error::from),
+        };
         match result {
             Ok(0) => Err(Error::Closed),
             Ok(count) => {

@@ -62,7 +62,6 @@ pub struct AccelCompute {
     outputs: AccelMemory,
     nic_memory: NicMemory,
     copied: AtomicU64,
-    name: String,
 }
 
 /// Returns the signal of a number: in each vector the sum of two waves and a ramp, so that all its numbers differ.
@@ -142,7 +141,6 @@ impl AccelCompute {
                 NicMemory::Accelerator
             },
             copied: AtomicU64::new(0),
-            name: format!("accelerator, provider {}", hardware.provider),
         })
     }
 
@@ -217,13 +215,6 @@ impl Compute for AccelCompute {
 
     fn block_size(&self) -> u64 {
         self.block_size
-    }
-
-    fn describe(&self) -> String {
-        match &self.nic_memory {
-            NicMemory::Accelerator => self.name.clone(),
-            NicMemory::Host(_) => "host memory".into(),
-        }
     }
 
     fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<Registered> {

@@ -72,9 +72,6 @@ pub trait Compute {
     /// Returns the bytes of a block: a multiple of [`VECTOR`].
     fn block_size(&self) -> u64;
 
-    /// Describes the accelerator's memory for people.
-    fn describe(&self) -> String;
-
     /// Registers the buffers that the NIC accesses: the outputs of a source, the inputs of a target.
     ///
     /// # Errors

@@ -70,13 +70,6 @@ impl Compute for Cpu {
         self.blocks.block_size() as u64
     }
 
-    fn describe(&self) -> String {
-        match self.blocks.provider() {
-            Some(provider) => provider.addr.to_string(),
-            None => "host memory".into(),
-        }
-    }
-
     fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<Registered> {
         let registration = RegisteredBlocks::new(domain, &self.blocks, access)?;
         let first = registration.segment(0);

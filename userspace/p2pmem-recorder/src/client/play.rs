@@ -10,8 +10,7 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Remote, Request as WorkRequest, Work};
 
 use super::compute::{Compute, Computed, Registered};
-use super::spectrum::Transform;
-use super::{reason_of, SessionRequest, Verification, CHECK_INTERVAL, COMPUTE_INTERVAL};
+use super::{longest_wait, reason_of, SessionRequest, Verification, Verifier};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
 use crate::pace::Pace;
@@ -89,8 +88,7 @@ struct Player<'a> {
     received: u64,
     end: Option<u64>,
     result: Played,
-    transform: Transform,
-    scratch: (Vec<f32>, Vec<f32>),
+    verifier: Verifier,
 }
 
 /// Plays a recording to its end.
@@ -153,7 +151,6 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
         endpoint.post_message_receive(place)?;
     }
     connection.send(&Request::Ready)?;
-    let numbers = block_size as usize / 4;
     let mut player = Player {
         endpoint,
         registered,
@@ -176,8 +173,7 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
             block_size,
             ..Played::default()
         },
-        transform: Transform::default(),
-        scratch: (vec![0.0; numbers], vec![0.0; numbers]),
+        verifier: Verifier::new(options.verify, block_size),
     };
     match player.run() {
         Ok(()) => Ok(player.result),
@@ -223,6 +219,7 @@ impl Player<'_> {
             );
             self.wait()?;
         }
+        self.result.verified = self.verifier.verified;
         self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.connection.send(&Request::Finish)?;
         match self.connection.receive_reply()? {
@@ -329,13 +326,8 @@ impl Player<'_> {
                 "block {sequence} has the checksum {:#010x}, and {checksum:#010x} was recorded",
                 done.checksum
             );
-            if self.options.verify.wants(self.result.blocks) {
-                let (input, output) = &mut self.scratch;
-                self.compute.copy(done.buffer, input, output)?;
-                let verified = self.transform.verify(input, output);
-                verified.with_context(|| format!("block {sequence} is wrong"))?;
-                self.result.verified += 1;
-            }
+            self.verifier
+                .verify(self.compute, done.buffer, self.result.blocks, sequence)?;
             self.computing -= 1;
             self.result.blocks += 1;
             self.free.push(done.buffer);
@@ -348,11 +340,7 @@ impl Player<'_> {
             return Ok(());
         }
         let event = self.compute.event();
-        let limit = if self.computing > 0 && event.is_none() {
-            COMPUTE_INTERVAL
-        } else {
-            CHECK_INTERVAL
-        };
+        let limit = longest_wait(self.compute, self.computing);
         let mut fds: Vec<BorrowedFd<'_>> = vec![self.endpoint.as_fd(), self.connection.as_fd()];
         fds.extend(event);
         wait(&fds, limit)?;

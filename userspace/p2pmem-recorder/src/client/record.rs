@@ -10,8 +10,7 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Request as Work, Work as Operation};
 
 use super::compute::{Compute, Computed, Registered};
-use super::spectrum::Transform;
-use super::{now, reason_of, SessionRequest, Verification, CHECK_INTERVAL, COMPUTE_INTERVAL};
+use super::{longest_wait, now, reason_of, SessionRequest, Verification, Verifier};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Record, Reply, Request};
 use crate::pace::Pace;
@@ -183,8 +182,7 @@ struct Recorder<'a> {
     next_to_send: u64,
     pending: BTreeMap<u64, Pending>,
     result: Recorded,
-    transform: Transform,
-    scratch: (Vec<f32>, Vec<f32>),
+    verifier: Verifier,
     last_progress: Instant,
 }
 
@@ -212,7 +210,6 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
         .first
         .checked_add(options.blocks)
         .context("the sequence numbers exceed 64 bits")?;
-    let numbers = block_size as usize / 4;
     let recorder = Recorder {
         free: (0..compute.buffers()).rev().collect(),
         sequences: vec![0; compute.buffers() as usize],
@@ -233,8 +230,7 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
         ready: BTreeMap::new(),
         next_to_send: options.first,
         pending: BTreeMap::new(),
-        transform: Transform::default(),
-        scratch: (vec![0.0; numbers], vec![0.0; numbers]),
+        verifier: Verifier::new(options.verify, block_size),
         last_progress: Instant::now(),
     };
     recorder.run()
@@ -245,6 +241,7 @@ impl Recorder<'_> {
         let started = Instant::now();
         self.record()
             .with_context(|| format!("{} blocks are acknowledged; recording failed", self.result.acknowledged))?;
+        self.result.verified = self.verifier.verified;
         self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         for number in 0..self.sessions.len() {
             if let Err(error) = self.finish(number) {
@@ -312,13 +309,8 @@ impl Recorder<'_> {
         for done in computed.iter() {
             self.computing -= 1;
             let sequence = self.sequences[done.buffer as usize];
-            if self.options.verify.wants(sequence - self.options.first) {
-                let (input, output) = &mut self.scratch;
-                self.compute.copy(done.buffer, input, output)?;
-                let verified = self.transform.verify(input, output);
-                verified.with_context(|| format!("block {sequence} is wrong"))?;
-                self.result.verified += 1;
-            }
+            let number = sequence - self.options.first;
+            self.verifier.verify(self.compute, done.buffer, number, sequence)?;
             let block = Block {
                 sequence,
                 time: now(),
@@ -523,11 +515,7 @@ impl Recorder<'_> {
             fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
         }
         let event = self.compute.event();
-        let mut limit = if self.computing > 0 && event.is_none() {
-            COMPUTE_INTERVAL
-        } else {
-            CHECK_INTERVAL
-        };
+        let mut limit = longest_wait(self.compute, self.computing);
         if !delay.is_zero() {
             limit = limit.min(delay);
         }

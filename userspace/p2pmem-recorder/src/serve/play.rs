@@ -10,9 +10,9 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address};
 
-use super::setup::{reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Error as ControlError, Play, Reply, Request, Start, Window};
+use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
 use crate::engine::PlayEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
@@ -70,7 +70,6 @@ struct Playback<'a> {
     _registered: RegisteredBlocks,
     engine: PlayEngine<Files>,
     blocks: Arc<BlockMemory>,
-    reader: Reader<Files>,
     cursor: Cursor,
     pace: Pace,
     free: Vec<u32>,
@@ -129,8 +128,7 @@ pub(super) fn play(
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, access)?;
     let (address, rkey) = registered.window();
     let memory = node.describe_memory(&blocks);
-    let engine_reader = node.store().reader(&name, number)?;
-    let engine = PlayEngine::new(engine_reader, Arc::clone(&blocks)).context("starting io_uring")?;
+    let engine = PlayEngine::new(reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Play,
         channel: name.clone(),
@@ -149,7 +147,6 @@ pub(super) fn play(
         _registered: registered,
         engine,
         blocks,
-        reader,
         cursor,
         pace: Pace::new(request.rate, block_size, Instant::now()),
         free: (0..buffers).rev().collect(),
@@ -261,7 +258,7 @@ impl Playback<'_> {
             let Some(block) = self.cursor.peek() else { break };
             let Some(buffer) = self.free.pop() else { break };
             self.engine.fetch(buffer as usize, block.sequence)?;
-            self.cursor.advance(&self.reader);
+            self.cursor.advance(self.engine.reader());
             self.pace.advance(Instant::now());
             self.order.push_back(buffer);
             progress = true;
@@ -343,20 +340,13 @@ impl Playback<'_> {
 
     /// Handles control messages. Returns whether there was any.
     fn listen(&mut self) -> Result<bool> {
-        match self.connection.try_receive::<Request>() {
-            Ok(None) => Ok(false),
-            Ok(Some(Request::Ready)) => {
-                self.is_ready = true;
-                Ok(true)
-            }
-            Ok(Some(Request::Finish)) => {
-                self.finishing = true;
-                Ok(true)
-            }
-            Ok(Some(other)) => Err(unexpected(&other).into()),
-            Err(ControlError::Closed) => bail!("the other side vanished in the middle of the playback"),
-            Err(error) => Err(error.into()),
+        match next_request(self.connection, "playback")? {
+            None => return Ok(false),
+            Some(Request::Ready) => self.is_ready = true,
+            Some(Request::Finish) => self.finishing = true,
+            Some(other) => return Err(unexpected(&other).into()),
         }
+        Ok(true)
     }
 }
 

@@ -10,9 +10,9 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address, Nic};
 
-use super::setup::{reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
-use crate::control::{unexpected, Connection, Error as ControlError, Record, Reply, Request};
+use crate::control::{unexpected, Connection, Record, Reply, Request};
 use crate::engine::RecordEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
@@ -277,15 +277,11 @@ impl Recording<'_> {
 
     /// Handles control messages. Returns whether there was any.
     fn listen(&mut self) -> Result<bool> {
-        match self.connection.try_receive::<Request>() {
-            Ok(None) => Ok(false),
-            Ok(Some(Request::Finish)) => {
-                self.finishing = true;
-                Ok(true)
-            }
-            Ok(Some(other)) => Err(unexpected(&other).into()),
-            Err(ControlError::Closed) => bail!("the other side vanished in the middle of the recording"),
-            Err(error) => Err(error.into()),
+        match next_request(self.connection, "recording")? {
+            None => return Ok(false),
+            Some(Request::Finish) => self.finishing = true,
+            Some(other) => return Err(unexpected(&other).into()),
         }
+        Ok(true)
     }
 }

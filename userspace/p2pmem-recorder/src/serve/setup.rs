@@ -5,11 +5,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::{ensure, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use p2pmem::{Client, Device};
 use p2pmem_verbs::Nic;
 
-use crate::control::{printable, MAX_REASON};
+use crate::control::{printable, Connection, Error as ControlError, Request, MAX_REASON};
 use crate::memory::{drives_of, BlockMemory};
 use crate::node::Node;
 use crate::rdma::{open_nic, MAX_BLOCK};
@@ -112,6 +112,14 @@ impl Node {
             (None, Some(buffer)) => format!("provider {}", buffer.provider()),
             _ => "host memory".into(),
         }
+    }
+}
+
+/// Returns the next request of a session, if one has arrived. `what` is what the other side ends when it vanishes.
+pub(super) fn next_request(connection: &mut Connection, what: &str) -> Result<Option<Request>> {
+    match connection.try_receive() {
+        Err(ControlError::Closed) => bail!("the other side vanished in the middle of the {what}"),
+        result => Ok(result?),
     }
 }
 
