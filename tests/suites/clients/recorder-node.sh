@@ -10,7 +10,7 @@ if [ "$P2PMEM_NODE" = b ]; then
     recorder=$P2PMEM_BIN/p2pmem-recorder
     for drive in NVME0 NVME1; do
         device=P2PMEM_BLOCK_$drive folder=/run/recorder/${drive,,}
-        mkfs.ext4 -q "${!device}"
+        mkfs.ext4 -q -L "p2pmem-${drive,,}" "${!device}"
         mkdir -p "$folder"
         mount -t ext4 "${!device}" "$folder"
     done

@@ -6,7 +6,7 @@
 //! stderr, kernel log records and control messages are separate kinds, so they never mix, and they share one stream, so
 //! their order is the order in which the guest sent them: when the end of a command arrives, all its output has.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::path::PathBuf;
 
@@ -239,6 +239,16 @@ pub enum ToHost {
     },
 }
 
+/// An operation on a drive's image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DriveOperation {
+    /// Reading blocks.
+    Read,
+    /// Writing blocks.
+    Write,
+}
+
 /// What a program in the guest may ask the runner for.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "kebab-case", deny_unknown_fields)]
@@ -268,6 +278,14 @@ pub enum Request {
         name: String,
         /// The error, as QEMU's monitor names it: `MALF_TLP`.
         error: String,
+    },
+    /// Make every operation of some kinds on a drive's image fail with EIO, until the next such request. The drive reports
+    /// errors of its medium.
+    DriveErrors {
+        /// The drive.
+        name: String,
+        /// The operations that fail; none lets all succeed.
+        operations: BTreeSet<DriveOperation>,
     },
     /// Pass a request on to the control socket of a device model, such as `{"link": "down"}` for a NIC.
     Control {

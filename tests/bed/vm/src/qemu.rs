@@ -112,6 +112,24 @@ pub struct Plan {
     pub devices: BTreeMap<String, Value>,
     /// Names of drives by namespace number.
     pub drives: BTreeMap<u32, String>,
+    /// The images of drives, by the drives' names.
+    pub images: BTreeMap<String, Image>,
+}
+
+/// The image of a drive, as QEMU's block nodes.
+#[derive(Debug)]
+pub struct Image {
+    /// The node of the file.
+    pub file: String,
+    /// The arguments of the node above it, whose member `file` names it.
+    pub format: Value,
+}
+
+impl Image {
+    /// Returns the name for a node that takes the place of the file, and fails operations.
+    pub fn faulty(&self) -> String {
+        format!("{}-faulty", self.file)
+    }
 }
 
 /// Makes the command line for a kernel.
@@ -128,6 +146,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
     let slots = bridges(&mut argv, topology);
     let mut devices = BTreeMap::new();
     let mut drives = BTreeMap::new();
+    let mut images = BTreeMap::new();
     for device in &topology.device {
         let name = device.name();
         let Some(bus) = slots.get(name) else {
@@ -151,10 +170,20 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                 ..
             } => {
                 let image = image_id(name);
-                let mut node = json!({
-                    "driver": "raw", "node-name": image, "discard": "unmap", "cache": { "no-flush": true },
-                    "file": { "driver": "file", "filename": utf8(&paths.image(name))? },
+                let file = format!("{name}-file");
+                let throttled = bytes_per_second.is_some();
+                let format = json!({
+                    "driver": "raw", "node-name": if throttled { format!("{name}-raw") } else { image.clone() },
+                    "discard": "unmap", "cache": { "no-flush": true }, "file": file,
                 });
+                argv.json(
+                    "-blockdev",
+                    &json!({
+                        "driver": "file", "node-name": file, "filename": utf8(&paths.image(name))?,
+                        "discard": "unmap", "cache": { "no-flush": true },
+                    }),
+                );
+                argv.json("-blockdev", &format);
                 if let Some(rate) = bytes_per_second {
                     let group = format!("{name}-throttle");
                     let limits = json!({ "bps-total": rate.0 });
@@ -162,10 +191,14 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
                         "-object",
                         &json!({ "qom-type": "throttle-group", "id": group, "limits": limits }),
                     );
-                    node["node-name"] = json!(format!("{name}-raw"));
-                    node = json!({ "driver": "throttle", "node-name": image, "throttle-group": group, "file": node });
+                    argv.json(
+                        "-blockdev",
+                        &json!({
+                            "driver": "throttle", "node-name": image, "throttle-group": group, "file": format["node-name"],
+                        }),
+                    );
                 }
-                argv.json("-blockdev", &node);
+                images.insert(name.to_owned(), Image { file, format });
                 json!({
                     "driver": "nvme", "id": name, "bus": bus, "serial": serial.as_deref().unwrap_or(name),
                     "cmb_size_mb": cmb_size_mb.unwrap_or(0),
@@ -198,6 +231,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
         argv: argv.0,
         devices,
         drives,
+        images,
     })
 }
 

@@ -96,6 +96,8 @@ pub struct Vm {
     taken: usize,
     trace: trace::Reader,
     classifier: Classifier,
+    /// The drives some of whose operations fail.
+    faulty: BTreeSet<String>,
     next_command: u64,
     end: Option<End>,
     /// Whether the running command is already being ended.
@@ -246,6 +248,7 @@ impl Vm {
             taken: 0,
             trace,
             classifier,
+            faulty: BTreeSet::new(),
             next_command: 1,
             end: None,
             ending: false,

@@ -2,11 +2,11 @@
 
 //! The devices of a running guest: requests of its programs, hot-plug, addresses, counters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use p2pmem_guest::wire::{DeviceNote, Request};
+use p2pmem_guest::wire::{DeviceNote, DriveOperation, Request};
 use serde_json::{Value, json};
 
 use super::Vm;
@@ -18,6 +18,8 @@ use crate::topology::Device;
 
 /// The time limit of an orderly unplug.
 const UNPLUG_LIMIT: Duration = Duration::from_secs(60);
+/// The error of a drive's medium, as Linux numbers it.
+const EIO: u32 = 5;
 
 impl Vm {
     /// Serves a request of a program in the guest, or of a test.
@@ -44,6 +46,7 @@ impl Vm {
             }
             Request::DeviceDel { name } => self.unplug(name),
             Request::DeviceAdd { name } => self.plug(name),
+            Request::DriveErrors { name, operations } => self.set_drive_errors(name, operations),
             Request::PortError { name, error } => {
                 let line = format!("pcie_aer_inject_error {name} {error}");
                 let answer = self
@@ -102,6 +105,34 @@ impl Vm {
         self.qmp
             .execute("object-add", qemu::backend(&qemu::backend_id(name), size))?;
         self.qmp.execute("device_add", options)
+    }
+
+    /// Puts a node that fails operations between the format and the image of a drive, or removes it.
+    fn set_drive_errors(&mut self, name: &str, operations: &BTreeSet<DriveOperation>) -> Result<Value> {
+        ensure!(
+            matches!(self.known(name)?, Device::Nvme { .. }),
+            "device {name} is not a drive"
+        );
+        let image = &self.plan.images[name];
+        let (file, faulty) = (image.file.clone(), image.faulty());
+        if self.faulty.remove(name) {
+            self.qmp
+                .execute("blockdev-reopen", json!({ "options": [image.format] }))?;
+            self.qmp.execute("blockdev-del", json!({ "node-name": faulty }))?;
+        }
+        if operations.is_empty() {
+            return Ok(json!({}));
+        }
+        let errors: Vec<Value> = operations
+            .iter()
+            .map(|operation| json!({ "event": "none", "iotype": operation, "errno": EIO }))
+            .collect();
+        let node = json!({ "driver": "blkdebug", "node-name": faulty, "image": file, "inject-error": errors });
+        self.qmp.execute("blockdev-add", node)?;
+        self.faulty.insert(name.to_owned());
+        let mut format = image.format.clone();
+        format["file"] = json!(faulty);
+        self.qmp.execute("blockdev-reopen", json!({ "options": [format] }))
     }
 
     /// Returns the present addresses of the topology's devices.
