@@ -21,7 +21,7 @@ fn installed_library_compiles_links_and_runs() {
     // The header of the ABI is included too, to check that the names do not conflict.
     let uapi = format!("-I{}", here().join("../../include/uapi").display());
     installed.check_program(PROGRAM, &[&uapi]);
-    installed.check_examples(&["alloc.c", "share.c"]);
+    installed.check_examples(&["alloc.c", "share.c", "rdma_server.c", "rdma_client.c"]);
     installed.check_needed("libp2pmem.so");
 }
 
