@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::sizes::{messages, size, Sizes};
+use crate::waiter::How;
 use crate::wire::{Mode, Test};
 
 /// The TCP port of the bootstrap.
@@ -97,9 +98,24 @@ pub struct OwnArgs {
     #[arg(long)]
     pub events: bool,
 
+    /// Poll for 50 microseconds, then sleep until a completion arrives.
+    #[arg(long, conflicts_with = "events")]
+    pub adaptive: bool,
+
     /// Longest wait for the other side or for a completion.
     #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
     pub timeout: Duration,
+}
+
+impl OwnArgs {
+    /// Returns how this side waits for completions.
+    pub fn how(&self) -> How {
+        match (self.events, self.adaptive) {
+            (true, _) => How::Events,
+            (false, true) => How::Adaptive,
+            (false, false) => How::Poll,
+        }
+    }
 }
 
 /// Options of the server.

@@ -17,8 +17,8 @@ use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
 use crate::server::{connect, sessions, side};
-use crate::session::{open_nics, NicSession, Role};
-use crate::stats::{Speed, Times};
+use crate::session::{open_nics, NicSession, Ran, Role};
+use crate::stats::{Latency, Speed, Times};
 use crate::waiter::Stop;
 use crate::wire::{reason, Control, FromClient, FromServer, ServerResult, VERSION};
 
@@ -159,17 +159,26 @@ fn one_size(
         found.len(),
         sessions.len()
     );
-    let times: Vec<Times> = done.iter().map(|(times, _)| times.clone()).collect();
-    let nics = sessions.iter().zip(done).zip(found);
-    let nics = nics.map(|((session, (times, copied)), found)| result(session, size, &times, copied, found));
-    Ok(SizeResult::new(Speed::of_all(size, &times), nics.collect()))
+    let times: Vec<Times> = done.iter().map(|ran| ran.times.clone()).collect();
+    let nics = sessions.iter().zip(&done).zip(found);
+    let nics = nics.map(|((session, ran), found)| result(session, size, ran, found));
+    Ok(SizeResult::new(
+        Speed::of_all(size, &times),
+        Latency::new(&times),
+        nics.collect(),
+    ))
 }
 
-fn result(session: &NicSession, size: u64, times: &Times, copied: u64, found: ServerResult) -> NicResult {
+fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> NicResult {
+    // There is at least one message.
+    let each = |nanoseconds: f64| nanoseconds / 1e3 / ran.times.done.len().max(1) as f64;
     NicResult {
         nic: session.nic().name().to_owned(),
-        speed: Speed::new(size, times),
-        copied_client: copied,
+        speed: Speed::new(size, &ran.times),
+        latency: Latency::new([&ran.times]),
+        cpu_us_client: each(ran.cpu.as_nanos() as f64),
+        cpu_us_server: each(found.cpu_ns as f64),
+        copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
         checked: session.check(size).or(found.checked),
@@ -183,7 +192,7 @@ fn run_sessions(
     size: u64,
     own: &OwnArgs,
     bar: &indicatif::ProgressBar,
-) -> Result<Vec<(Times, u64)>> {
+) -> Result<Vec<Ran>> {
     let stop = Stop::default();
     let progress: Vec<AtomicU64> = sessions.iter().map(|_| AtomicU64::new(0)).collect();
     thread::scope(|scope| {
@@ -198,7 +207,7 @@ fn run_sessions(
             });
         }
         drop(send);
-        let mut all: Vec<Option<(Times, u64)>> = sessions.iter().map(|_| None).collect();
+        let mut all: Vec<Option<Ran>> = sessions.iter().map(|_| None).collect();
         let mut watch = || -> Result<()> {
             while all.iter().any(Option::is_none) {
                 match results.recv_timeout(ALIVE_INTERVAL) {

@@ -8,7 +8,7 @@ use p2pmem::human_size;
 use serde::Serialize;
 
 use crate::pattern::Comparison;
-use crate::stats::Speed;
+use crate::stats::{Latency, Speed};
 use crate::wire::{Mode, Side, Test};
 
 /// Result of the messages of one size on one NIC.
@@ -19,6 +19,12 @@ pub struct NicResult {
     /// Bandwidth and rate.
     #[serde(flatten)]
     pub speed: Speed,
+    /// Latency of the messages; `None` without messages.
+    pub latency: Option<Latency>,
+    /// Microseconds of processor time of the client for a message: posting, waiting, copying.
+    pub cpu_us_client: f64,
+    /// Microseconds of processor time of the server for a message: 0 if the server takes no part.
+    pub cpu_us_server: f64,
     /// Bytes that the client's processor copied.
     pub copied_client: u64,
     /// Bytes that the server's processor copied.
@@ -33,6 +39,8 @@ pub struct SizeResult {
     /// Bandwidth and rate of all NICs together.
     #[serde(flatten)]
     pub speed: Speed,
+    /// Latency of the messages of all NICs; `None` without messages.
+    pub latency: Option<Latency>,
     /// Payload bandwidth in GiB per second.
     pub gib_per_s: f64,
     /// Whether every byte is correct; `None` if the test did not compare.
@@ -42,8 +50,8 @@ pub struct SizeResult {
 }
 
 impl SizeResult {
-    /// Combines the results of the NICs; `all` is the speed of all NICs together.
-    pub fn new(all: Speed, nics: Vec<NicResult>) -> Self {
+    /// Combines the results of the NICs; `all` and `latency` are those of all NICs together.
+    pub fn new(all: Speed, latency: Option<Latency>, nics: Vec<NicResult>) -> Self {
         let verified = nics
             .iter()
             .map(|nic| nic.checked.as_ref().map(Comparison::is_correct))
@@ -56,6 +64,7 @@ impl SizeResult {
         };
         Self {
             speed,
+            latency,
             gib_per_s: speed.average_mib_per_s / 1024.0,
             verified,
             nics,
@@ -114,6 +123,7 @@ impl Report {
             Mode::Write => "RDMA WRITE, client to server",
             Mode::Read => "RDMA READ, server to client",
             Mode::Send => "SEND, client to server",
+            Mode::WriteImmediate => "RDMA WRITE with immediate data, client to server",
         }
         .to_owned();
         if test.staged {
@@ -141,6 +151,18 @@ impl Report {
         if result.nics.len() > 1 {
             for nic in &result.nics {
                 writeln!(out, "{} {}", nic.speed.line(), nic.nic)?;
+            }
+        }
+        for nic in &result.nics {
+            if let Some(latency) = &nic.latency {
+                writeln!(
+                    out,
+                    "   {}: {}; processor time for a message: client {:.2} us, server {:.2} us",
+                    nic.nic,
+                    latency.line(),
+                    nic.cpu_us_client,
+                    nic.cpu_us_server
+                )?;
             }
         }
         for nic in &result.nics {
@@ -186,6 +208,9 @@ mod tests {
         NicResult {
             nic: "mlx5_0".into(),
             speed: Speed::new(1 << 20, &times),
+            latency: Latency::new([&times]),
+            cpu_us_client: 2.5,
+            cpu_us_server: 0.0,
             copied_client: 0,
             copied_server: 0,
             checked,
@@ -215,7 +240,7 @@ mod tests {
     #[test]
     fn all_nics_must_be_correct() {
         let all = Speed::of_all(1 << 20, &[]);
-        let verified = |nics| SizeResult::new(all, nics).verified;
+        let verified = |nics| SizeResult::new(all, None, nics).verified;
         assert_eq!(verified(vec![nic(None)]), None);
         assert_eq!(verified(vec![nic(Some(checked(false)))]), Some(true));
         assert_eq!(
@@ -228,9 +253,9 @@ mod tests {
     #[test]
     fn wrong_bytes_are_shown() {
         let all = Speed::of_all(1 << 20, &[]);
-        let good = text(&SizeResult::new(all, vec![nic(Some(checked(false)))]));
+        let good = text(&SizeResult::new(all, None, vec![nic(Some(checked(false)))]));
         assert!(good.starts_with(" 1048576 ") && good.contains("all correct"), "{good}");
-        let bad = text(&SizeResult::new(all, vec![nic(Some(checked(true))), nic(None)]));
+        let bad = text(&SizeResult::new(all, None, vec![nic(Some(checked(true))), nic(None)]));
         assert!(
             bad.contains("WRONG: 1 of 4096 bytes, the first at 0x10: 0x01, not 0x02"),
             "{bad}"
@@ -241,7 +266,7 @@ mod tests {
 
     #[test]
     fn json_has_no_nested_speeds() {
-        let json = serde_json::to_value(SizeResult::new(Speed::of_all(4096, &[]), vec![nic(None)])).unwrap();
+        let json = serde_json::to_value(SizeResult::new(Speed::of_all(4096, &[]), None, vec![nic(None)])).unwrap();
         assert_eq!(json["bytes"], 1 << 20);
         assert!((json["gib_per_s"].as_f64().unwrap() - 1000.0 / 1024.0).abs() < 1e-6);
         assert_eq!(json["nics"][0]["nic"], "mlx5_0");

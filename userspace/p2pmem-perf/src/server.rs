@@ -12,7 +12,7 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::session::{describe, needs, open_nics, NicSession, Role};
+use crate::session::{describe, needs, open_nics, NicSession, Role, Served};
 use crate::waiter::Stop;
 use crate::wire::{
     check_endpoints, reason, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
@@ -109,7 +109,7 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
     sessions.iter().try_for_each(|session| session.prepare(size))?;
     control.send(&FromServer::Started)?;
     let stop = Stop::default();
-    let copied = thread::scope(|scope| {
+    let served = thread::scope(|scope| {
         let (send, results) = mpsc::channel();
         for (index, session) in sessions.iter().enumerate() {
             let (send, stop) = (send.clone(), &stop);
@@ -125,28 +125,29 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
         }
         all
     })?;
-    let found = sessions.iter().zip(copied).map(|(session, copied)| ServerResult {
+    let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
         checked: session.check(size),
-        copied,
+        copied: served.copied,
+        cpu_ns: u64::try_from(served.cpu.as_nanos()).unwrap_or(u64::MAX),
     });
     control.send(&FromServer::Finished(found.collect()))
 }
 
-/// Waits until the client has sent `finish` and all sessions are done. Returns the bytes that each session copied.
+/// Waits until the client has sent `finish` and all sessions are done. Returns what each session did.
 fn until_finished(
     control: &mut Control,
-    results: &mpsc::Receiver<(usize, Result<u64>)>,
+    results: &mpsc::Receiver<(usize, Result<Served>)>,
     sessions: &[NicSession],
     own: &OwnArgs,
-) -> Result<Vec<u64>> {
-    let mut copied: Vec<Option<u64>> = vec![None; sessions.len()];
+) -> Result<Vec<Served>> {
+    let mut all_served: Vec<Option<Served>> = vec![None; sessions.len()];
     let (mut finished, mut heard) = (false, Instant::now());
     loop {
         while let Ok((index, served)) = results.try_recv() {
-            copied[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
+            all_served[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
         }
         if finished {
-            if let Some(all) = copied.iter().copied().collect() {
+            if let Some(all) = all_served.iter().copied().collect() {
                 return Ok(all);
             }
         }

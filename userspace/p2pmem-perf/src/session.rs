@@ -82,6 +82,33 @@ pub fn bounce_bytes(test: &Test) -> u64 {
     bytes.max().unwrap_or(0)
 }
 
+/// What the server did for the messages of one size.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Served {
+    /// Bytes that its processor copied.
+    pub copied: u64,
+    /// Processor time of its thread.
+    pub cpu: Duration,
+}
+
+/// What the client did for the messages of one size.
+#[derive(Debug, Clone)]
+pub struct Ran {
+    /// The times of the messages.
+    pub times: Times,
+    /// Bytes that its processor copied.
+    pub copied: u64,
+    /// Processor time of its thread.
+    pub cpu: Duration,
+}
+
+/// Returns the processor time that this thread has used.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    // The clock starts at zero.
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 /// Queue pair, memory, and test parameters of one NIC.
 pub struct NicSession {
     // Fields are dropped in this order: the queue pair before the memory that it uses.
@@ -241,7 +268,7 @@ impl NicSession {
 
     /// Returns whether each message consumes a receive of the server.
     fn takes_receives(&self) -> bool {
-        self.test.has_handshake() || self.test.mode == Mode::Send
+        self.test.has_handshake() || self.test.mode.takes_receives()
     }
 
     /// Returns the number of receives to post before the first message.
@@ -261,20 +288,21 @@ impl NicSession {
     }
 
     fn waiter(&self, own: &OwnArgs, stop: &Stop) -> Waiter {
-        Waiter::new(self.queue.completions().clone(), own.events, own.timeout, stop.clone())
+        Waiter::new(self.queue.completions().clone(), own.how(), own.timeout, stop.clone())
     }
 
     /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
     /// receives. Otherwise waits for each message, copies staged messages, and counts handled messages in the handshake
-    /// word. Returns the number of bytes copied.
+    /// word.
     ///
     /// # Errors
     ///
     /// A message does not arrive within the limit, or is not the expected one.
-    pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<u64> {
+    pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<Served> {
         if !self.takes_receives() {
-            return Ok(0);
+            return Ok(Served::default());
         }
+        let before = cpu_time();
         let slots = slots(&self.test, size);
         let messages = self.test.messages(size);
         let waiter = self.waiter(own, stop);
@@ -291,6 +319,12 @@ impl NicSession {
                         done.immediate
                     );
                     copied += self.copy_staged(&slots, came);
+                } else if self.test.mode == Mode::WriteImmediate {
+                    ensure!(
+                        done.immediate == Some(came as u32),
+                        "expected message {came}, received a message with immediate data {:?}",
+                        done.immediate
+                    );
                 } else {
                     ensure!(
                         u64::from(done.bytes) == size && done.id == came,
@@ -313,7 +347,10 @@ impl NicSession {
                 span.flush();
             }
         }
-        Ok(copied)
+        Ok(Served {
+            copied,
+            cpu: cpu_time() - before,
+        })
     }
 
     /// Copies a staged message from host memory to its target slot. Returns the number of bytes copied.
@@ -340,19 +377,13 @@ impl NicSession {
     }
 
     /// Runs the client's part of the test for messages of `size` bytes. Times count from `start`; `progress` counts
-    /// messages. Returns the times, and the number of bytes copied.
+    /// messages.
     ///
     /// # Errors
     ///
     /// A message fails, or does not complete within the limit.
-    pub fn run(
-        &self,
-        size: u64,
-        own: &OwnArgs,
-        stop: &Stop,
-        start: Instant,
-        progress: &AtomicU64,
-    ) -> Result<(Times, u64)> {
+    pub fn run(&self, size: u64, own: &OwnArgs, stop: &Stop, start: Instant, progress: &AtomicU64) -> Result<Ran> {
+        let before = cpu_time();
         let other = self.other.as_ref().context("not connected")?;
         let slots = slots(&self.test, size);
         let messages = self.test.messages(size);
@@ -367,11 +398,16 @@ impl NicSession {
             times: Times::with_capacity(usize::try_from(messages)?),
             requests: Vec::new(),
         };
-        if self.test.has_handshake() {
-            run.with_handshake(window(&self.test, &slots))
+        let (times, copied) = if self.test.has_handshake() {
+            run.with_handshake(window(&self.test, &slots))?
         } else {
-            run.without_handshake()
-        }
+            run.without_handshake()?
+        };
+        Ok(Ran {
+            times,
+            copied,
+            cpu: cpu_time() - before,
+        })
     }
 }
 
@@ -451,6 +487,10 @@ impl Run<'_> {
             Mode::Write => {
                 let to = self.remote(&self.other.payload, target, size)?;
                 (memory.segment(source, size), Work::Write(to, None))
+            }
+            Mode::WriteImmediate => {
+                let to = self.remote(&self.other.payload, target, size)?;
+                (memory.segment(source, size), Work::Write(to, Some(message as u32)))
             }
             Mode::Read => {
                 let from = self.remote(&self.other.payload, source, size)?;

@@ -246,7 +246,7 @@ fn run_one(control: &mut Control, args: &StaleRunArgs) -> Result<WriteResults> {
     queues.memory.span().flush();
     let waiter = Waiter::new(
         queues.completions.clone(),
-        args.own.events,
+        args.own.how(),
         args.own.timeout,
         Stop::default(),
     );

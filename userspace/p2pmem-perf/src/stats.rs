@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Statistics from the times of messages: average and peak bandwidth, and message rate.
+//! Statistics from the times of messages: average and peak bandwidth, message rate, and latency.
 
 use std::time::Duration;
 
+use hdrhistogram::Histogram;
 use serde::{Deserialize, Serialize};
 
 /// Maximum number of messages for which the peak is computed: the computation is quadratic.
 const MAX_FOR_PEAK: usize = 8_000;
+
+/// The longest time that latencies distinguish, in nanoseconds.
+const HOUR_NS: u64 = 3_600_000_000_000;
 
 /// Bytes of a MiB.
 const MIB: f64 = (1 << 20) as f64;
@@ -54,6 +58,52 @@ impl Times {
             }
         }
         best.map(Duration::from_secs_f64)
+    }
+}
+
+/// How long messages of one size took, from posting to completion, in microseconds. With several messages in flight, this includes
+/// the time that a message waits for those before it: use a depth of 1 for the latency of a single message.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Latency {
+    /// Half of the messages took this long or less.
+    pub p50_us: f64,
+    /// 99 % of the messages took this long or less.
+    pub p99_us: f64,
+    /// 99.9 % of the messages took this long or less.
+    pub p999_us: f64,
+    /// The longest time of a message.
+    pub max_us: f64,
+}
+
+impl Latency {
+    /// Computes the latency of the messages of one or several NICs, to three digits. `None` without messages.
+    pub fn new<'a>(all: impl IntoIterator<Item = &'a Times>) -> Option<Self> {
+        // The bounds are valid: this does not fail.
+        let mut histogram = Histogram::<u64>::new_with_bounds(1, HOUR_NS, 3).ok()?;
+        for times in all {
+            for (posted, done) in times.posted.iter().zip(&times.done) {
+                let took = done.saturating_sub(*posted).as_nanos();
+                histogram.saturating_record(u64::try_from(took).unwrap_or(HOUR_NS));
+            }
+        }
+        if histogram.is_empty() {
+            return None;
+        }
+        let us = |ns: u64| ns as f64 / 1e3;
+        Some(Self {
+            p50_us: us(histogram.value_at_quantile(0.5)),
+            p99_us: us(histogram.value_at_quantile(0.99)),
+            p999_us: us(histogram.value_at_quantile(0.999)),
+            max_us: us(histogram.max()),
+        })
+    }
+
+    /// Returns the line for people.
+    pub fn line(&self) -> String {
+        format!(
+            "latency {:.2} us (median), {:.2} (99 %), {:.2} (99.9 %), {:.2} (longest)",
+            self.p50_us, self.p99_us, self.p999_us, self.max_us
+        )
     }
 }
 
@@ -155,6 +205,31 @@ mod tests {
         assert!((speed.peak_mib_per_s.unwrap() - 120.0).abs() < 1e-3, "{speed:?}");
         assert!((speed.rate_mpps - 1e-4).abs() < 1e-12, "{speed:?}");
         assert!(speed.peak_mib_per_s.unwrap() >= speed.average_mib_per_s);
+    }
+
+    #[test]
+    fn latencies_are_quantiles_of_all_messages() {
+        let us = |list: Vec<u64>| list.into_iter().map(Duration::from_micros).collect();
+        let one = Times {
+            posted: us(vec![0; 999]),
+            done: us((1..=999).collect()),
+        };
+        let other = Times {
+            posted: us(vec![10]),
+            done: us(vec![5010]),
+        };
+        let latency = Latency::new([&one, &other]).unwrap();
+        let near = |value: f64, expected: f64| (value / expected - 1.0).abs() < 0.01;
+        assert!(
+            near(latency.p50_us, 500.0) && near(latency.p99_us, 990.0),
+            "{latency:?}"
+        );
+        assert!(
+            near(latency.p999_us, 999.0) && near(latency.max_us, 5000.0),
+            "{latency:?}"
+        );
+        assert_eq!(Latency::new([]), None);
+        assert_eq!(Latency::new([&Times::default()]), None);
     }
 
     #[test]

@@ -11,28 +11,40 @@ use p2pmem_verbs::{Completion, Completions};
 
 /// Polls between two reads of the clock.
 const POLLS: u32 = 256;
+/// How long adaptive polling polls before it sleeps: about what a sleep and an interrupt cost.
+const SPIN: Duration = Duration::from_micros(50);
 /// Longest sleep. Limits the time until a stop request is noticed.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 
 /// Set to stop all threads of a test.
 pub type Stop = Arc<AtomicBool>;
 
+/// How to wait for a completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum How {
+    /// Poll until it is there.
+    Poll,
+    /// Sleep until its event arrives.
+    Events,
+    /// Poll for a short time, then sleep until its event arrives.
+    Adaptive,
+}
+
 /// Waits for completions of one queue.
 #[derive(Clone)]
 pub struct Waiter {
     completions: Arc<Completions>,
-    /// Sleep until a completion event arrives, instead of polling.
-    events: bool,
+    how: How,
     limit: Duration,
     stop: Stop,
 }
 
 impl Waiter {
     /// Creates a waiter. No other thread may poll the completion queue.
-    pub fn new(completions: Arc<Completions>, events: bool, limit: Duration, stop: Stop) -> Self {
+    pub fn new(completions: Arc<Completions>, how: How, limit: Duration, stop: Stop) -> Self {
         Self {
             completions,
-            events,
+            how,
             limit,
             stop,
         }
@@ -64,7 +76,7 @@ impl Waiter {
         into.clear();
         let start = Instant::now();
         loop {
-            let rounds = if self.events { 1 } else { POLLS };
+            let rounds = if self.how == How::Events { 1 } else { POLLS };
             for _ in 0..rounds {
                 if self.completions.poll(into).context("polling completions")? > 0 {
                     return Ok(());
@@ -82,7 +94,7 @@ impl Waiter {
                     self.limit
                 );
             }
-            if !self.events {
+            if self.how == How::Poll || self.how == How::Adaptive && waited < SPIN {
                 continue;
             }
             self.completions.arm().context("requesting a completion event")?;

@@ -34,7 +34,7 @@ use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
 
 /// Version of the protocol.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Maximum length of a line in bytes.
 const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
@@ -58,6 +58,11 @@ pub enum Mode {
     Read,
     /// The client sends, the server receives (SEND).
     Send,
+    /// The client writes to the server's memory, and the server gets a completion for each message (RDMA WRITE with immediate
+    /// data).
+    #[value(name = "write-imm")]
+    #[serde(rename = "write-imm")]
+    WriteImmediate,
 }
 
 /// Parameters of a test. The client chooses them and sends them to the server.
@@ -86,6 +91,13 @@ pub struct Test {
     pub seed: u64,
     /// Number of NICs of each side.
     pub nics: usize,
+}
+
+impl Mode {
+    /// Returns whether each message consumes a receive of the server, without a handshake.
+    pub fn takes_receives(self) -> bool {
+        matches!(self, Self::Send | Self::WriteImmediate)
+    }
 }
 
 impl Test {
@@ -226,6 +238,8 @@ pub struct ServerResult {
     pub checked: Option<Comparison>,
     /// Bytes that the server's processor copied.
     pub copied: u64,
+    /// Nanoseconds of processor time that the server used for the messages.
+    pub cpu_ns: u64,
 }
 
 /// Messages of the client.

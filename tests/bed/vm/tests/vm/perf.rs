@@ -92,6 +92,8 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
         ("-n 40 --size 4K-64K --depth 5", 0),
         ("-n 30 --size 64K --mode read", 0),
         ("-n 30 --size 12K,64K --mode send --depth 4", 0),
+        ("-n 30 --size 12K,64K --mode write-imm --depth 4", 0),
+        ("-n 30 --size 64K --mode write-imm --adaptive", 0),
         ("-n 30 --size 64K --staged --depth 3", 30 << 16),
         ("-n 1000 --volume 256K --size 64K --handshake --depth 1", 0),
     ] {
@@ -112,6 +114,21 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
             ensure!(
                 result["average_mib_per_s"].as_f64().is_some_and(|speed| speed > 0.0),
                 "{options}: no speed: {result}"
+            );
+            let latency =
+                ["p50_us", "p99_us", "p999_us", "max_us"].map(|what| nic["latency"][what].as_f64().unwrap_or(0.0));
+            ensure!(
+                latency[0] > 0.0 && latency.is_sorted(),
+                "{options}: latencies: {result}"
+            );
+            // The server's processor takes part only where each message consumes a receive.
+            let one_sided = !["handshake", "staged", "send", "write-imm"]
+                .iter()
+                .any(|word| options.contains(word));
+            let server = nic["cpu_us_server"].as_f64().context("cpu_us_server")?;
+            ensure!(
+                (server == 0.0) == one_sided && nic["cpu_us_client"].as_f64() > Some(0.0),
+                "{options}: processor time: {nic}"
             );
         }
     }
