@@ -21,14 +21,16 @@ const BLOCK: u64 = 8192;
 
 /// Files whose payload cannot be written on a drive that is broken: they are open for reading only.
 #[derive(Clone)]
-struct Breaking {
+pub(crate) struct Breaking {
     files: Files,
     broken: PathBuf,
-    is_broken: Arc<AtomicBool>,
+    /// Whether the drive is broken.
+    pub(crate) is_broken: Arc<AtomicBool>,
 }
 
 impl Breaking {
-    fn new(broken: &Path) -> Self {
+    /// Returns files with a drive that can break.
+    pub(crate) fn new(broken: &Path) -> Self {
         Self {
             files: Files::new().cached(true),
             broken: broken.to_owned(),

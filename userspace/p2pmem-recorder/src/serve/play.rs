@@ -10,55 +10,18 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address};
 
-use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{check_block_size, next_request, reason, Ended, Port};
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
+use crate::control::{unexpected, Connection, Play, Reply, Request, Window};
 use crate::engine::PlayEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
 use crate::pace::Pace;
-use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::rdma::{kind, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::session::{check_rate, open_recording, Cursor};
 use crate::status::{Direction, Limit};
-use crate::store::{Block, ChannelName, Files, Reader};
-
-/// Which blocks follow.
-struct Cursor {
-    first: Option<Block>,
-    next: Option<Block>,
-    repeat: bool,
-    left: u64,
-}
-
-impl Cursor {
-    fn new(reader: &Reader<Files>, request: &Play) -> Self {
-        let first = match request.start {
-            Start::First => reader.next(..),
-            Start::Block(sequence) => reader.next(sequence..),
-            Start::Time(time) => reader.at_time(time..),
-        };
-        Self {
-            first,
-            next: first,
-            repeat: request.repeat,
-            left: request.blocks.unwrap_or(u64::MAX),
-        }
-    }
-
-    /// Returns the next block, if any follows.
-    fn peek(&self) -> Option<Block> {
-        self.next.filter(|_| self.left > 0)
-    }
-
-    /// Goes on behind the block that [`Cursor::peek`] returned.
-    fn advance(&mut self, reader: &Reader<Files>) {
-        let Some(block) = self.next else { return };
-        self.left -= 1;
-        self.next = block.sequence.checked_add(1).and_then(|next| reader.next(next..));
-        if self.next.is_none() && self.repeat {
-            self.next = self.first;
-        }
-    }
-}
+use crate::store::{Block, ChannelName, Files};
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// A playback session. Message *n* and buffer *n* belong to one block at a time.
 struct Playback<'a> {
@@ -96,22 +59,11 @@ pub(super) fn play(
     port: &Port,
     request: &Play,
 ) -> Result<Ended> {
-    let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
-    let block_size = node.check_block_size(&name, request.block_size)?;
-    ensure!(request.rate != Some(0), "a rate of 0 bytes in a second plays nothing");
-    let number = match request.recording {
-        Some(number) => number,
-        None => {
-            let latest = node.store().recordings(&name)?.last().map(|recording| recording.number);
-            latest.with_context(|| format!("channel {name} has no recording"))?
-        }
-    };
-    let reader = node.store().reader(&name, number)?;
-    let cursor = Cursor::new(&reader, request);
-    ensure!(
-        cursor.first.is_some(),
-        "recording {name}/{number} has no block at or after the requested start"
-    );
+    let name = ChannelName::from(&request.channel);
+    let block_size = check_block_size(node, &name, request.block_size)?;
+    check_rate(request.rate)?;
+    let (number, reader) = open_recording(node.store(), &name, request.recording)?;
+    let cursor = Cursor::new(&reader, request.start, request.blocks, request.repeat)?;
     let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
     let endpoint = Endpoint::new(
@@ -127,7 +79,7 @@ pub(super) fn play(
     let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, access)?;
     let (address, rkey) = registered.window();
-    let memory = node.describe_memory(&blocks);
+    let memory = blocks.describe();
     let engine = PlayEngine::new(reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Play,
@@ -347,100 +299,5 @@ impl Playback<'_> {
             Some(other) => return Err(unexpected(&other).into()),
         }
         Ok(true)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::control::ChannelRequest;
-    use crate::store::{LunOptions, Store, StreamOptions};
-
-    /// Returns a recording of the blocks 10, 11, and 15, with the times 100, 110, and 150.
-    fn recording(folder: &std::path::Path) -> Reader<Files> {
-        use std::os::unix::fs::FileExt;
-
-        let files = Files::new().cached(true);
-        Store::prepare(&files, folder).unwrap();
-        let store = Store::open(files, [folder]).unwrap();
-        let lun = LunOptions::new([folder]).segment_size(1 << 20).segments(1);
-        store.create_lun("fast", &lun).unwrap();
-        store.create_stream("fast", "radar", &StreamOptions::new(4096)).unwrap();
-        let name = ChannelName::new("fast", "radar", 0);
-        let mut writer = store.writer(&name, 0).unwrap();
-        for sequence in [10, 11, 15] {
-            let block = Block {
-                sequence,
-                time: 10 * sequence,
-                checksum: 0,
-            };
-            writer
-                .write(block, |file, offset| file.write_all_at(&[0; 4096], offset))
-                .unwrap();
-        }
-        assert_eq!(writer.commit().acknowledged.len(), 3);
-        store.reader(&name, writer.recording()).unwrap()
-    }
-
-    fn played(reader: &Reader<Files>, start: Start, blocks: Option<u64>, repeat: bool) -> Vec<u64> {
-        let request = Play {
-            channel: ChannelRequest {
-                lun: "fast".into(),
-                stream: "radar".into(),
-                channel: 0,
-            },
-            port: 0,
-            recording: None,
-            start,
-            blocks,
-            repeat,
-            rate: None,
-            block_size: 4096,
-            address: address(),
-            buffers: 1,
-        };
-        let mut cursor = Cursor::new(reader, &request);
-        let mut all = Vec::new();
-        while let Some(block) = cursor.peek() {
-            all.push(block.sequence);
-            cursor.advance(reader);
-        }
-        all
-    }
-
-    fn address() -> Address {
-        Address {
-            link: p2pmem_verbs::Link::Infiniband,
-            lid: 1,
-            gid: [0; 16],
-            qpn: 1,
-            psn: 1,
-            mtu: 4096,
-            reads: 1,
-        }
-    }
-
-    #[test]
-    fn cursor_seeks_limits_and_repeats() {
-        let folder = tempfile::tempdir().unwrap();
-        let reader = recording(folder.path());
-        for (start, blocks, repeat, expected) in [
-            (Start::First, None, false, vec![10, 11, 15]),
-            (Start::First, Some(2), false, vec![10, 11]),
-            (Start::First, Some(0), false, vec![]),
-            (Start::Block(11), None, false, vec![11, 15]),
-            (Start::Block(12), None, false, vec![15]),
-            (Start::Block(16), None, false, vec![]),
-            (Start::Time(101), None, false, vec![11, 15]),
-            (Start::Time(151), None, false, vec![]),
-            (Start::First, Some(7), true, vec![10, 11, 15, 10, 11, 15, 10]),
-            (Start::Block(11), Some(3), true, vec![11, 15, 11]),
-        ] {
-            assert_eq!(
-                played(&reader, start, blocks, repeat),
-                expected,
-                "{start:?} {blocks:?} {repeat}"
-            );
-        }
     }
 }

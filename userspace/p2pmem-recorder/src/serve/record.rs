@@ -10,15 +10,16 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address, Nic};
 
-use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{check_block_size, next_request, reason, Ended, Port};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
 use crate::control::{unexpected, Connection, Record, Reply, Request};
 use crate::engine::RecordEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
-use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::rdma::{kind, Capacity, Endpoint, Kind, RegisteredBlocks};
 use crate::status::{Direction, Limit};
 use crate::store::{Block, ChannelName, Files};
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// A recording session.
 ///
@@ -51,8 +52,8 @@ pub(super) fn record(
     port: &Port,
     request: &Record,
 ) -> Result<Ended> {
-    let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
-    let block_size = node.check_block_size(&name, request.block_size)?;
+    let name = ChannelName::from(&request.channel);
+    let block_size = check_block_size(node, &name, request.block_size)?;
     let nic: &Arc<Nic> = &port.nic;
     let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
@@ -69,7 +70,7 @@ pub(super) fn record(
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, Access::LOCAL_WRITE)?;
     let writer = node.store().writer(&name, request.started)?;
     let recording = writer.recording();
-    let memory = node.describe_memory(&blocks);
+    let memory = blocks.describe();
     let engine = RecordEngine::new(writer, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Record,

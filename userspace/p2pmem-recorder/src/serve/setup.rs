@@ -3,7 +3,6 @@
 //! What sessions of both directions need: a NIC, buffers, and limits.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::{Client, Device};
@@ -13,11 +12,9 @@ use crate::control::{printable, Connection, Error as ControlError, Request, MAX_
 use crate::memory::{drives_of, BlockMemory};
 use crate::node::Node;
 use crate::rdma::{open_nic, MAX_BLOCK};
+use crate::session;
 use crate::status::MemoryKind;
 use crate::store::ChannelName;
-
-/// The most time between two looks at what has no event, such as a request to stop.
-pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A NIC of the node.
 #[derive(Debug, Clone)]
@@ -48,26 +45,17 @@ pub(super) struct Ended {
     pub(super) blocks: u64,
 }
 
-impl Node {
-    /// Returns the bytes of a block of the stream, which must be those that the other side has.
-    pub(super) fn check_block_size(&self, name: &ChannelName, block_size: u64) -> Result<u64> {
-        let streams = self.store().streams(&name.lun)?;
-        let stream = streams.iter().find(|stream| stream.name == name.stream);
-        let stream = stream.with_context(|| format!("there is no stream {}/{}", name.lun, name.stream))?;
-        ensure!(
-            stream.block_size == block_size,
-            "stream {}/{} has blocks of {} bytes, not {block_size}",
-            name.lun,
-            name.stream,
-            stream.block_size
-        );
-        ensure!(
-            block_size <= MAX_BLOCK,
-            "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
-        );
-        Ok(block_size)
-    }
+/// Returns the bytes of a block of the stream, which must be those that the other side has.
+pub(super) fn check_block_size(node: &Node, name: &ChannelName, block_size: u64) -> Result<u64> {
+    session::check_block_size(node.store(), name, block_size)?;
+    ensure!(
+        block_size <= MAX_BLOCK,
+        "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
+    );
+    Ok(block_size)
+}
 
+impl Node {
     /// Allocates the buffers of a session: device memory near the NIC and the drives of the LUN, or host memory if the
     /// administrator requested it.
     pub(super) fn memory_for(
@@ -98,20 +86,6 @@ impl Node {
                 names.join(", ")
             )
         })
-    }
-
-    /// Describes the memory of a session for people.
-    pub(super) fn describe_memory(&self, blocks: &BlockMemory) -> String {
-        match (blocks.provider(), blocks.buffer()) {
-            (Some(provider), Some(buffer)) => {
-                let path = buffer
-                    .class()
-                    .map(|class| format!(", path to the farthest device: {class}"));
-                format!("{}{}", provider.addr, path.unwrap_or_default())
-            }
-            (None, Some(buffer)) => format!("provider {}", buffer.provider()),
-            _ => "host memory".into(),
-        }
     }
 }
 

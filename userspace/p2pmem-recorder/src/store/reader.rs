@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::ops::{RangeBounds, RangeInclusive};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::error::{Context, Error, Result};
@@ -30,6 +31,7 @@ pub struct Location<F> {
 /// each block from its acknowledgement on.
 pub struct Reader<S: System> {
     shared: Arc<Shared<S>>,
+    name: String,
     recording: Arc<Recording>,
     files: VecDeque<(u32, Arc<S::File>)>,
 }
@@ -46,12 +48,19 @@ impl<S: System> Reader<S> {
     pub(crate) fn new(shared: &Arc<Shared<S>>, name: &ChannelName, number: u64) -> Result<Self> {
         let state = shared.state();
         let recording = state.channel(name)?.recordings.get(&number);
-        let recording = recording.ok_or_else(|| not_found("recording", &format!("{name}/{number}")))?;
+        let name = format!("{name}/{number}");
+        let recording = recording.ok_or_else(|| not_found("recording", &name))?;
         Ok(Self {
             shared: Arc::clone(shared),
             recording: Arc::clone(recording),
+            name,
             files: VecDeque::new(),
         })
+    }
+
+    /// Returns the name, as LUN/STREAM/CHANNEL/NUMBER.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Returns the bytes of a block.
@@ -114,6 +123,14 @@ impl<S: System> Reader<S> {
         let sequences: Vec<u64> = content.blocks.keys().copied().collect();
         let gaps = sequences.windows(2).filter(|pair| pair[1] - pair[0] > 1);
         gaps.map(|pair| pair[0] + 1..=pair[1] - 1).collect()
+    }
+
+    /// Returns the folder of the drive that has a block, if it is recorded.
+    pub fn drive(&self, sequence: u64) -> Option<PathBuf> {
+        let content = self.recording.read();
+        let stored = content.blocks.get(&sequence)?;
+        let path = &content.segments[stored.segment as usize];
+        self.shared.drives.iter().find(|drive| path.starts_with(drive)).cloned()
     }
 
     /// Returns where the payload of a block is.
