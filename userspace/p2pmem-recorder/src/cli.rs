@@ -84,6 +84,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub web: Option<SocketAddr>,
 
+    /// Where to serve metrics to Prometheus, such as 127.0.0.1:9836. They need no login.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics: Option<SocketAddr>,
+
     /// The name of this node, for people [default: the host name]
     #[arg(long)]
     pub name: Option<String>,

@@ -12,6 +12,7 @@
 //! | [`node`] | the storage node: its store, and what it knows of its sessions |
 //! | [`serve`] | the sessions of a storage node: recording and playback by RDMA |
 //! | [`client`] | the accelerator node: recording and playback |
+//! | [`metrics`] | the state of a storage node for Prometheus |
 //! | `web` | the management of a storage node in the browser (feature `web`) |
 //! | [`cli`], `run` | the program |
 //!
@@ -22,6 +23,7 @@ pub mod client;
 pub mod control;
 pub mod engine;
 pub mod memory;
+pub mod metrics;
 pub mod node;
 mod pace;
 mod rdma;

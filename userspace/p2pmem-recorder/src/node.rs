@@ -21,7 +21,7 @@ use creation::Creations;
 use sessions::Sessions;
 pub use sessions::{SessionHandle, SessionOptions};
 
-use crate::status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
+use crate::status::{Channel, Lun, MemoryKind, Recording, Status, Stream, Totals};
 use crate::store::{ChannelName, Files, LunOptions, Result, Store, StreamOptions};
 
 /// How a node works.
@@ -242,6 +242,11 @@ impl Node {
         self.sessions.ended()
     }
 
+    /// Returns the counters of all sessions since the program started.
+    pub fn totals(&self) -> Totals {
+        self.sessions.totals()
+    }
+
     /// Asks a session to end. Blocks that it acknowledged stay. Returns whether a session of this number runs.
     pub fn stop_session(&self, id: u64) -> bool {
         self.sessions.stop(id)
@@ -347,6 +352,60 @@ mod tests {
         node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
         let error = node.status().drives[0].error.clone().unwrap();
         assert!(error.contains("Input/output"), "{error}");
+        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(28));
+        let drive = &node.status().drives[0];
+        assert_eq!(
+            (
+                drive.errors,
+                drive.error.as_deref().map(|error| error.contains("No space"))
+            ),
+            (2, Some(true))
+        );
+    }
+
+    #[test]
+    fn totals_count_each_session_once_and_never_decrease() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let total = || {
+            let totals = node.totals();
+            let of_nic = totals.nics.get(&(Direction::Record, "mlx5_0".to_owned())).copied();
+            let channel = (Direction::Record, ChannelName::new("fast", "radar", 0));
+            assert_eq!(of_nic, totals.channels.get(&channel).copied());
+            of_nic.unwrap_or_default()
+        };
+        assert_eq!(total(), Default::default());
+        let first = node.begin_session(session("first"));
+        first.arrived();
+        first.arrived();
+        first.acknowledged(1);
+        let running = total();
+        assert_eq!(
+            (running.sessions, running.blocks, running.acknowledged, running.dropped),
+            (1, 2, 1, 0)
+        );
+        first.failed("the NIC failed");
+        assert_eq!(total().failed, 0, "the session has not ended");
+        drop(first);
+        let ended = total();
+        assert_eq!((ended.sessions, ended.failed, ended.dropped), (1, 1, 1));
+        assert_eq!(
+            (ended.bytes, ended.acknowledged_bytes, ended.dropped_bytes),
+            (2 * 65536, 65536, 65536)
+        );
+        // A session that an administrator stopped did not fail, and sessions that are forgotten count.
+        let stopped = node.begin_session(session("stopped"));
+        node.stop_session(stopped.id());
+        stopped.failed("the administrator stopped the session");
+        drop(stopped);
+        for _ in 0..2 * sessions::KEPT {
+            drop(node.begin_session(session("short")));
+        }
+        let all = total();
+        assert_eq!(
+            (all.sessions, all.failed, all.blocks),
+            (2 + 2 * sessions::KEPT as u64, 1, 2)
+        );
     }
 
     #[test]

@@ -10,8 +10,10 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result};
+use clap::error::ErrorKind;
 use clap::Parser;
 use p2pmem::{human_size, Client, Device};
+use sd_notify::NotifyState;
 use serde::Serialize;
 
 use crate::cli::{Cli, Command, LunCommand, PlayArgs, RecordArgs, RemoteArgs, ServeArgs, SessionArgs, StreamCommand};
@@ -22,6 +24,7 @@ use crate::client::record::{record, RecordOptions, Recorded};
 use crate::client::{Remote, SessionRequest, Verification};
 use crate::control::{Start, Token};
 use crate::memory::BlockMemory;
+use crate::metrics::Metrics;
 use crate::node::{Node, NodeOptions};
 use crate::serve::{serve, Port};
 use crate::status::{Lun, MemoryKind};
@@ -32,7 +35,13 @@ pub const SCHEMA: u32 = 1;
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::try_parse().unwrap_or_else(|error| {
+        // The unit has no drives and NICs of its own, and the error is in a log.
+        if error.kind() == ErrorKind::MissingRequiredArgument && std::env::var_os("NOTIFY_SOCKET").is_some() {
+            eprintln!("p2pmem-recorder: the service is not configured: run systemctl edit p2pmem-recorder, see p2pmem-recorder(1)");
+        }
+        error.exit()
+    });
     let mut out = std::io::stdout().lock();
     match run(&cli, &mut out) {
         Ok(()) => ExitCode::SUCCESS,
@@ -99,10 +108,20 @@ fn run_serve(args: &ServeArgs, out: &mut dyn Write) -> Result<()> {
         .web
         .map(|address| serve_web(&node, address, &token, out))
         .transpose()?;
+    let _metrics = args
+        .metrics
+        .map(|address| -> Result<Metrics> {
+            let metrics = Metrics::serve(Arc::clone(&node), args.nic.clone(), &address.to_string())?;
+            writeln!(out, "metrics at {}", metrics.url())?;
+            Ok(metrics)
+        })
+        .transpose()?;
     let stopping = Arc::clone(&node);
     ctrlc::set_handler(move || stopping.shut_down()).context("cannot catch signals")?;
     writeln!(out, "serving on {}", listener.local_addr()?)?;
     out.flush()?;
+    // Does nothing if the program is not a service of systemd.
+    sd_notify::notify(&[NotifyState::Ready]).context("telling systemd that the node serves")?;
     serve(&node, &listener, &token, &ports, args.sessions)?;
     Ok(())
 }

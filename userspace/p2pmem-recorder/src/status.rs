@@ -2,11 +2,13 @@
 
 //! The state of a storage node, as programs and people see it.
 
+use std::collections::BTreeMap;
+use std::ops::AddAssign;
 use std::path::PathBuf;
 
 use serde::Serialize;
 
-use crate::store::{LunInfo, RecordingInfo, StreamInfo};
+use crate::store::{ChannelName, LunInfo, RecordingInfo, StreamInfo};
 
 /// Everything that a node knows at one moment. Counters count from the start of the program, or of the session.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -59,6 +61,8 @@ pub struct Drive {
     pub read: u64,
     /// The number of reads and writes in progress.
     pub in_flight: u64,
+    /// The number of errors since the program started.
+    pub errors: u64,
     /// The last error of a session that used the drive.
     pub error: Option<String>,
 }
@@ -135,7 +139,7 @@ pub struct Recording {
 }
 
 /// The direction of a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// From the accelerator node to the drives.
@@ -197,6 +201,50 @@ pub struct Session {
     pub running: bool,
     /// Why the session ended early.
     pub error: Option<String>,
+}
+
+/// Counters of all sessions since the program started, also of those that [`Status`] does not have any more. They never
+/// decrease.
+#[derive(Debug, Clone, Default)]
+pub struct Totals {
+    /// Counters by direction and NIC.
+    pub nics: BTreeMap<(Direction, String), Counters>,
+    /// Counters by direction and channel. A channel may be deleted.
+    pub channels: BTreeMap<(Direction, ChannelName), Counters>,
+}
+
+/// Counters of sessions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Sessions that began.
+    pub sessions: u64,
+    /// Sessions that ended with an error, without those that an administrator stopped.
+    pub failed: u64,
+    /// Blocks that arrived, or that the other side has read.
+    pub blocks: u64,
+    /// Bytes of `blocks`.
+    pub bytes: u64,
+    /// Blocks that are durable; equal to `blocks` for playback.
+    pub acknowledged: u64,
+    /// Bytes of `acknowledged`.
+    pub acknowledged_bytes: u64,
+    /// Blocks that arrived, and were not durable when their session ended.
+    pub dropped: u64,
+    /// Bytes of `dropped`.
+    pub dropped_bytes: u64,
+}
+
+impl AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.sessions += other.sessions;
+        self.failed += other.failed;
+        self.blocks += other.blocks;
+        self.bytes += other.bytes;
+        self.acknowledged += other.acknowledged;
+        self.acknowledged_bytes += other.acknowledged_bytes;
+        self.dropped += other.dropped;
+        self.dropped_bytes += other.dropped_bytes;
+    }
 }
 
 impl Lun {

@@ -18,7 +18,8 @@ const SECTOR: u64 = 512;
 #[derive(Debug)]
 pub(super) struct Drives {
     drives: Vec<(PathBuf, Option<BlockDevice>)>,
-    errors: Mutex<BTreeMap<PathBuf, String>>,
+    /// The number of errors of a drive, and the last one.
+    errors: Mutex<BTreeMap<PathBuf, (u64, String)>>,
 }
 
 /// A block device, by its folder in sysfs.
@@ -65,7 +66,9 @@ impl Drives {
 
     pub(super) fn failed(&self, folder: &Path, error: &io::Error) {
         let mut errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
-        errors.insert(folder.to_owned(), error.to_string());
+        let (count, last) = errors.entry(folder.to_owned()).or_default();
+        *count += 1;
+        *last = error.to_string();
     }
 
     pub(super) fn status(&self) -> Vec<Drive> {
@@ -84,7 +87,8 @@ impl Drives {
                 written,
                 read,
                 in_flight,
-                error: errors.get(folder).cloned(),
+                errors: errors.get(folder).map_or(0, |(count, _)| *count),
+                error: errors.get(folder).map(|(_, last)| last.clone()),
             }
         };
         self.drives.iter().map(drive).collect()

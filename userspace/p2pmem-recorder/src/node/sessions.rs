@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::changes::Changes;
-use crate::status::{Direction, Limit, Session};
+use crate::status::{Counters, Direction, Limit, Session, Totals};
 use crate::store::ChannelName;
 
 /// The number of ended sessions that stay in the status. Sessions that run at the same time can make it more, until the next
@@ -87,6 +87,35 @@ impl Entry {
             error: locked(&self.error).clone(),
         }
     }
+
+    /// Adds the counters of the session to totals.
+    fn add_to(&self, totals: &mut Totals, ended: bool) {
+        let status = self.status();
+        let bytes = |blocks: u64| blocks.saturating_mul(status.block_size);
+        let was_stopped = self.stop.load(Ordering::Relaxed);
+        // A session drops its blocks when it ends.
+        let dropped = if ended {
+            status.blocks.saturating_sub(status.acknowledged)
+        } else {
+            0
+        };
+        let counters = Counters {
+            sessions: 1,
+            failed: u64::from(ended && status.error.is_some() && !was_stopped),
+            blocks: status.blocks,
+            bytes: bytes(status.blocks),
+            acknowledged: status.acknowledged,
+            acknowledged_bytes: bytes(status.acknowledged),
+            dropped,
+            dropped_bytes: bytes(dropped),
+        };
+        let direction = self.options.direction;
+        *totals.nics.entry((direction, self.options.nic.clone())).or_default() += counters;
+        *totals
+            .channels
+            .entry((direction, self.options.channel.clone()))
+            .or_default() += counters;
+    }
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -97,13 +126,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Table {
     next: u64,
     entries: BTreeMap<u64, Arc<Entry>>,
+    /// The counters of the sessions that have ended.
+    ended: Totals,
     stopping: bool,
 }
 
 /// All sessions that run, and the latest that ended.
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
-    table: Mutex<Table>,
+    table: Arc<Mutex<Table>>,
 }
 
 impl Sessions {
@@ -142,6 +173,7 @@ impl Sessions {
         changes.notify();
         SessionHandle {
             entry,
+            table: Arc::clone(&self.table),
             changes: Arc::clone(changes),
         }
     }
@@ -175,6 +207,18 @@ impl Sessions {
         }
     }
 
+    /// Returns the counters of all sessions.
+    pub(super) fn totals(&self) -> Totals {
+        let table = locked(&self.table);
+        let mut totals = table.ended.clone();
+        for entry in table.entries.values() {
+            if entry.running.load(Ordering::Acquire) {
+                entry.add_to(&mut totals, false);
+            }
+        }
+        totals
+    }
+
     pub(super) fn status(&self) -> Vec<Session> {
         locked(&self.table)
             .entries
@@ -188,6 +232,7 @@ impl Sessions {
 #[derive(Debug)]
 pub struct SessionHandle {
     entry: Arc<Entry>,
+    table: Arc<Mutex<Table>>,
     changes: Arc<Changes>,
 }
 
@@ -233,7 +278,11 @@ impl SessionHandle {
 impl Drop for SessionHandle {
     fn drop(&mut self) {
         self.entry.in_flight.store(0, Ordering::Relaxed);
+        // Both under one lock: a session counts once, as one that runs or as one that has ended.
+        let mut table = locked(&self.table);
+        self.entry.add_to(&mut table.ended, true);
         self.entry.running.store(false, Ordering::Release);
+        drop(table);
         self.changes.notify();
     }
 }

@@ -120,7 +120,10 @@ impl Recording<'_> {
             self.node.drive_failed(&failure.drive, &failure.error);
         }
         result?;
-        finished.context("ending the recording")?;
+        if let Err(error) = finished.context("ending the recording") {
+            self.handle.failed(reason(&error));
+            return Err(error);
+        }
         Ok(Ended { blocks: self.recorded })
     }
 
