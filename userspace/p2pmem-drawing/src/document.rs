@@ -15,7 +15,7 @@ const CLIENT: &str = "#1d63c4";
 /// The color of warnings.
 const WARNING: &str = "#b3261e";
 /// The color of chosen memory.
-const CHOSEN: &str = "#b4500b";
+const CHOSEN: &str = "#b0127b";
 /// The colors of transfers.
 const TRANSFERS: [&str; 6] = ["#1d5fa8", "#b4500b", "#1c6b3c", "#7b3fa0", "#8a6d00", "#a31621"];
 /// Length of an arrow's head, and half of its width.

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 
+use p2pmem::PciAddr;
 use serde::Serialize;
 
 use crate::store::{LunInfo, RecordingInfo, StreamInfo};
@@ -59,8 +60,26 @@ pub struct Drive {
     pub read: u64,
     /// The number of reads and writes in progress.
     pub in_flight: u64,
-    /// The last error of a session that used the drive.
-    pub error: Option<String>,
+    /// The last error of a session that used the drive. It goes away when another session succeeds on the drive, or when a
+    /// person acknowledges it.
+    pub error: Option<DriveError>,
+}
+
+/// An error of a drive.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DriveError {
+    /// The number of the session that used the drive.
+    pub session: u64,
+    /// What the session did.
+    pub direction: Direction,
+    /// The channel of the session, such as `fast/radar/0`.
+    pub channel: String,
+    /// When the drive failed, in seconds since 1970.
+    pub time: u64,
+    /// The error of the drive.
+    pub message: String,
+    /// What became of the session.
+    pub consequence: String,
 }
 
 /// A LUN.
@@ -175,8 +194,11 @@ pub struct Session {
     pub peer: String,
     /// The NIC of this node.
     pub nic: String,
-    /// The memory that was chosen, and its path to the NIC: such as `0000:04:00.0, 1 switch from mlx5_0`.
+    /// The memory that was chosen, and its path to the NIC: such as `0000:04:00.0, one PCIe switch: traffic
+    /// stays in it`.
     pub memory: String,
+    /// The PCI functions between which the payload moves.
+    pub devices: SessionDevices,
     /// When the session started, in seconds since 1970.
     pub started: u64,
     /// Blocks that have arrived, or that the other side has read.
@@ -195,8 +217,21 @@ pub struct Session {
     pub limit: Limit,
     /// Whether the session runs.
     pub running: bool,
+    /// Drives that failed while the session used them, and what became of their blocks.
+    pub warnings: Vec<String>,
     /// Why the session ended early.
     pub error: Option<String>,
+}
+
+/// The PCI functions between which the payload of a session moves.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct SessionDevices {
+    /// The NIC, if it is known.
+    pub nic: Option<PciAddr>,
+    /// The device whose memory was chosen; none for host memory.
+    pub memory: Option<PciAddr>,
+    /// The drives of the LUN.
+    pub drives: Vec<PciAddr>,
 }
 
 impl Lun {

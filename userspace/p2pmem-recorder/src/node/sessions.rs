@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::changes::Changes;
-use crate::status::{Direction, Limit, Session};
+use crate::status::{Direction, Limit, Session, SessionDevices};
 use crate::store::ChannelName;
 
 /// The number of ended sessions that stay in the status. Sessions that run at the same time can make it more, until the next
@@ -30,6 +30,8 @@ pub struct SessionOptions {
     pub nic: String,
     /// The memory that was chosen, for people.
     pub memory: String,
+    /// The PCI functions between which the payload moves.
+    pub devices: SessionDevices,
     /// Bytes of a block.
     pub block_size: u64,
     /// The number of buffers.
@@ -47,6 +49,7 @@ struct Entry {
     limit: AtomicU8,
     stop: AtomicBool,
     running: AtomicBool,
+    warnings: Mutex<Vec<String>>,
     error: Mutex<Option<String>>,
 }
 
@@ -67,6 +70,7 @@ impl Entry {
             peer: self.options.peer.clone(),
             nic: self.options.nic.clone(),
             memory: self.options.memory.clone(),
+            devices: self.options.devices.clone(),
             started: self.started,
             blocks,
             acknowledged,
@@ -84,9 +88,16 @@ impl Entry {
                 _ => Limit::Rate,
             },
             running,
+            warnings: locked(&self.warnings).clone(),
             error: locked(&self.error).clone(),
         }
     }
+}
+
+/// Returns the time in seconds since 1970.
+pub(super) fn now() -> u64 {
+    let time = SystemTime::now().duration_since(UNIX_EPOCH);
+    time.map_or(0, |time| time.as_secs())
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -114,15 +125,14 @@ impl Sessions {
         let entry = Arc::new(Entry {
             id,
             options,
-            started: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |time| time.as_secs()),
+            started: now(),
             blocks: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             in_flight: AtomicU32::new(0),
             limit: AtomicU8::new(0),
             stop: AtomicBool::new(table.stopping),
             running: AtomicBool::new(true),
+            warnings: Mutex::default(),
             error: Mutex::new(None),
         });
         table.entries.insert(id, Arc::clone(&entry));
@@ -195,6 +205,16 @@ impl SessionHandle {
     /// Returns the number of the session.
     pub fn id(&self) -> u64 {
         self.entry.id
+    }
+
+    /// Returns what the session does.
+    pub fn options(&self) -> &SessionOptions {
+        &self.entry.options
+    }
+
+    /// Adds something that a person should know, and that does not end the session.
+    pub fn warn(&self, text: impl Into<String>) {
+        locked(&self.entry.warnings).push(text.into());
     }
 
     /// Counts a block that arrived, or that the other side has read.

@@ -3,12 +3,15 @@
 //! A playback session of the node: blocks are read from the drives, announced, and read by the other side by RDMA.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address};
+use rustix::io::Errno;
 
 use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
 use crate::control::message::Message;
@@ -19,7 +22,7 @@ use crate::node::{Node, SessionHandle, SessionOptions};
 use crate::pace::Pace;
 use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
 use crate::status::{Direction, Limit};
-use crate::store::{Block, ChannelName, Files, Reader};
+use crate::store::{Block, ChannelName, Error as StoreError, Files, Reader};
 
 /// Which blocks follow.
 struct Cursor {
@@ -128,6 +131,7 @@ pub(super) fn play(
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, access)?;
     let (address, rkey) = registered.window();
     let memory = node.describe_memory(&blocks);
+    let devices = node.devices_of(&name, port, &blocks);
     let engine = PlayEngine::new(reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Play,
@@ -136,6 +140,7 @@ pub(super) fn play(
         peer: peer.to_owned(),
         nic: port.nic.name().to_owned(),
         memory: memory.clone(),
+        devices,
         block_size,
         buffers,
     });
@@ -257,7 +262,8 @@ impl Playback<'_> {
         while self.is_ready && !self.free.is_empty() && self.pace.delay(Instant::now()).is_zero() {
             let Some(block) = self.cursor.peek() else { break };
             let Some(buffer) = self.free.pop() else { break };
-            self.engine.fetch(buffer as usize, block.sequence)?;
+            let fetched = self.engine.fetch(buffer as usize, block.sequence);
+            fetched.map_err(|error| not_read(self.node, &self.handle, error, block.sequence))?;
             self.cursor.advance(self.engine.reader());
             self.pace.advance(Instant::now());
             self.order.push_back(buffer);
@@ -272,9 +278,16 @@ impl Playback<'_> {
         let progress = !done.is_empty();
         for fetched in done {
             let block = fetched.block;
-            fetched
-                .result
-                .with_context(|| format!("reading block {} from its drive", block.sequence))?;
+            if let Err(error) = fetched.result {
+                return Err(read_failed(
+                    self.node,
+                    &self.handle,
+                    &fetched.drive,
+                    block.sequence,
+                    error,
+                ));
+            }
+            self.node.drive_worked(&self.handle, &fetched.drive);
             self.read.insert(fetched.buffer as u32, block);
         }
         Ok(progress)
@@ -350,9 +363,77 @@ impl Playback<'_> {
     }
 }
 
+/// Returns the reason why a playback ends whose drive did not read a block, with the drive. The node gets the error of the
+/// drive.
+fn read_failed(node: &Node, session: &SessionHandle, drive: &Path, sequence: u64, error: io::Error) -> anyhow::Error {
+    let what = format!("reading block {sequence} from the drive {}", node.describe_drive(drive));
+    // The memory of the buffer is gone. This is no failure of the drive.
+    if Errno::from_io_error(&error) != Some(Errno::FAULT) {
+        node.drive_failed(
+            session,
+            drive,
+            &error,
+            &format!("block {sequence} is not read, and the playback ends"),
+        );
+    }
+    anyhow::Error::from(error).context(what)
+}
+
+/// Returns the reason why a playback ends that could not begin to read a block.
+fn not_read(node: &Node, session: &SessionHandle, error: StoreError, sequence: u64) -> anyhow::Error {
+    match error {
+        StoreError::Io { path, source, .. } if node.drive_of(&path).is_some() => {
+            let drive = node.drive_of(&path).unwrap_or(&path);
+            read_failed(node, session, drive, sequence, source)
+        }
+        error => anyhow::Error::from(error).context(format!("reading block {sequence}")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::serve::setup::tests::{node, session};
+
+    #[test]
+    fn the_reason_of_a_playback_that_ends_names_the_drive() {
+        let (folder, node) = node();
+        let drive = folder.path().join("nvme1");
+        let session = node.begin_session(session(Direction::Play));
+        let name = format!("nvme1n1 at {}", drive.display());
+        let revoked = read_failed(&node, &session, &drive, 5, io::Error::from_raw_os_error(14));
+        assert!(reason(&revoked).contains("Bad address"), "{revoked:#}");
+        assert_eq!(
+            node.status().drives[1].error,
+            None,
+            "revoked memory is no failure of the drive"
+        );
+
+        let error = read_failed(&node, &session, &drive, 5, io::Error::from_raw_os_error(5));
+        let expected = format!("reading block 5 from the drive {name}: Input/output error (os error 5)");
+        assert_eq!(reason(&error), expected);
+        let opening = StoreError::Io {
+            what: "opening",
+            path: drive.join("p2pmem-recorder/segment"),
+            source: io::Error::from_raw_os_error(5),
+        };
+        assert_eq!(reason(&not_read(&node, &session, opening, 5)), expected);
+        let status = node.status();
+        let error = status.drives[1].error.clone().unwrap();
+        assert_eq!((error.session, error.direction), (session.id(), Direction::Play));
+        assert!(error.consequence.contains("block 5 is not read"), "{error:?}");
+        assert!(status.sessions[0].warnings[0].contains(&name));
+        assert_eq!(status.drives[0].error, None);
+
+        let missing = StoreError::NotFound {
+            what: "block",
+            name: "5".into(),
+        };
+        assert_eq!(
+            reason(&not_read(&node, &session, missing, 5)),
+            "reading block 5: there is no block 5"
+        );
+    }
     use crate::control::ChannelRequest;
     use crate::store::{LunOptions, Store, StreamOptions};
 
