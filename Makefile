@@ -142,6 +142,14 @@ rust-analyzer: sandbox modules
 	@tools/rust-analyzer sandbox
 endif
 
+# The folder /mnt of the sandbox has the drives of the simulation, so that the pictures show the paths of the guide.
+recorder-pictures: sandbox ## make the pictures of the recorder's pages in Documentation/images with a simulated node (three minutes)
+	@$(in) bash -c 'mount -t tmpfs none /mnt && P2PMEM_PICTURE_FOLDER=/mnt P2PMEM_PICTURE_RATES=118 exec "$$@"' - \
+		cargo --locked test --manifest-path userspace/Cargo.toml -p p2pmem-recorder --all-features --test browser pictures_show
+	@mkdir -p Documentation/images
+	@for name in light dark phone topology-light topology-dark topology-phone luns-light; do \
+		tools/reduce-png $(reports)/recorder-$$name.png Documentation/images/recorder-$$name.png; done
+
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
 	@code=0; \
 	$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast || code=1; \
@@ -226,5 +234,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-async demo-async-short demo-recorder demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-async demo-async-short demo-recorder recorder-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean
