@@ -142,6 +142,14 @@ rust-analyzer: sandbox modules
 	@tools/rust-analyzer sandbox
 endif
 
+# The folder /mnt of the sandbox has the drives of the simulation, so that the pictures show the paths of the guide.
+recorder-pictures: sandbox ## make the pictures of the recorder's pages in Documentation/images with a simulated node (three minutes)
+	@$(in) bash -c 'mount -t tmpfs none /mnt && P2PMEM_PICTURE_FOLDER=/mnt P2PMEM_PICTURE_RATES=118 exec "$$@"' - \
+		cargo --locked test --manifest-path userspace/Cargo.toml -p p2pmem-recorder --all-features --test browser pictures_show
+	@mkdir -p Documentation/images
+	@for name in light dark phone topology-light topology-dark topology-phone luns-light; do \
+		tools/reduce-png $(reports)/recorder-$$name.png Documentation/images/recorder-$$name.png; done
+
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
 	@code=0; \
 	$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast || code=1; \
@@ -196,8 +204,10 @@ modules_install: ## - install the module of `make modules KDIR=...` or KREL=... 
 programs: ## - build the programs, libraries, man pages, and completions that `make install` installs
 	@command -v cargo >/dev/null || { echo 'programs: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
 	@command -v cmake >/dev/null || { echo 'programs: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
+	@command -v npm >/dev/null || echo 'programs: npm is missing (Debian: apt-get install npm): p2pmem-recorder gets no management in the browser'
 	@cargo build --locked --release --manifest-path userspace/Cargo.toml --target-dir $(release-target) \
-		-p p2pmemctl -p p2pmem-perf -p p2pmem-exporter -p p2pmem-capi -p p2pmem-async-capi -p p2pmem-preload -p p2pmem-man
+		-p p2pmemctl -p p2pmem-perf -p p2pmem-exporter -p p2pmem-recorder -p p2pmem-capi -p p2pmem-async-capi -p p2pmem-preload \
+		-p p2pmem-man $(if $(shell command -v npm),,--no-default-features --features p2pmemctl/top)
 	@rm -rf build/man && $(release-target)/release/p2pmem-man build/man
 
 install: programs ## - install user space, headers, and the module if it was built with KDIR or KREL, below DESTDIR and PREFIX
@@ -226,5 +236,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-async demo-async-short demo-recorder demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-async demo-async-short demo-recorder recorder-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

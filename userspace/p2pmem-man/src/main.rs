@@ -22,10 +22,17 @@ use clap_complete::Shell;
 const SEE_ALSO: &[(&str, &str)] = &[
     ("p2pmemctl-apply", "p2pmem.toml(5)"),
     ("p2pmemctl-rules", "p2pmem.toml(5), subuid(5)"),
-    ("p2pmemctl", "p2pmem.toml(5), p2pmem-perf(1), p2pmem-exporter(1)"),
+    (
+        "p2pmemctl",
+        "p2pmem.toml(5), p2pmem-perf(1), p2pmem-exporter(1), p2pmem-recorder(1)",
+    ),
     ("p2pmem-perf", "p2pmemctl(1)"),
     ("p2pmem-exporter", "p2pmemctl(1)"),
+    ("p2pmem-recorder", "p2pmemctl(1), p2pmem-exporter(1)"),
 ];
+
+/// Sections of pages that command lines do not have, by the page's name.
+const SECTIONS: &[(&str, &str)] = &[("p2pmem-recorder", include_str!("p2pmem-recorder.roff"))];
 
 /// The program whose completions know the machine.
 const CTL: &str = "p2pmemctl";
@@ -39,11 +46,12 @@ fn main() -> Result<()> {
 }
 
 /// Returns the command lines of all programs.
-fn programs() -> [Command; 3] {
+fn programs() -> [Command; 4] {
     [
         p2pmemctl::Cli::command(),
         p2pmem_perf::cli::Cli::command(),
         p2pmem_exporter::command(),
+        p2pmem_recorder::cli::Cli::command(),
     ]
 }
 
@@ -82,7 +90,7 @@ fn registration(shell: Shell, folder: &Path) -> std::io::Result<()> {
     p2pmemctl::registration(own, &mut File::create(folder.join(file))?)
 }
 
-/// Adds the references of [`SEE_ALSO`] to the pages of a program.
+/// Adds [`SECTIONS`] and the references of [`SEE_ALSO`] to the pages of a program.
 fn refer(man: &Path, program: &str) -> Result<()> {
     for entry in fs::read_dir(man)? {
         let path = entry?.path();
@@ -100,6 +108,9 @@ fn refer(man: &Path, program: &str) -> Result<()> {
                 format!("{program}(1), {also}")
             };
             let mut file = File::options().append(true).open(&path)?;
+            if let Some((_, sections)) = SECTIONS.iter().find(|(name, _)| page == *name) {
+                file.write_all(sections.as_bytes())?;
+            }
             writeln!(file, ".SH \"SEE ALSO\"\n{}", also.replace('-', "\\-"))?;
         }
     }
@@ -145,5 +156,9 @@ mod tests {
         let add = fs::read_to_string(folder.path().join("man1/p2pmemctl-rules-add.1")).unwrap();
         assert!(add.contains("group_quota") || add.contains("group\\-quota"), "{add}");
         assert!(add.contains("p2pmem.toml(5)"), "{add}");
+        let recorder = fs::read_to_string(folder.path().join("man1/p2pmem-recorder.1")).unwrap();
+        let places = ["\"EXIT STATUS\"", "SERVICE", "FILES", "EXAMPLES", "\"SEE ALSO\""]
+            .map(|name| recorder.find(&format!(".SH {name}")));
+        assert!(places.is_sorted() && places[0].is_some(), "{places:?}: {recorder}");
     }
 }

@@ -52,7 +52,8 @@ fn count_blocks(node: &Node, ends: &AtomicBool) {
         recording: 0,
         peer: "accelerator-node".into(),
         nic: "mlx5_0".into(),
-        memory: "0000:04:00.0, 1 switch from mlx5_0".into(),
+        memory: "0000:04:00.0, one PCIe switch: traffic stays in it".into(),
+        devices: Default::default(),
         block_size: 1 << 20,
         buffers: 16,
     });

@@ -2,11 +2,13 @@
 
 //! The command line.
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::control::{ChannelRequest, PORT};
 use crate::status::MemoryKind;
@@ -15,6 +17,9 @@ use crate::status::MemoryKind;
 ///
 /// Run `p2pmem-recorder serve` on the storage node, and `p2pmem-recorder record` or `play` on the node with the accelerator.
 /// Blocks go by RDMA from memory to memory, and from there to the drives. Both sides need the same token.
+///
+/// With `--engine nvmeof`, `record` and `play` use drives of other machines that the kernel of this machine attached by NVMe over
+/// Fabrics with RDMA, and that are mounted here. No program runs on the other machines.
 ///
 /// Sizes accept the units K, M, G (powers of 1024). Exit codes: 0 success, 1 error (printed), 2 invalid arguments.
 #[derive(Debug, Parser)]
@@ -29,6 +34,25 @@ pub struct Cli {
     pub command: Command,
 }
 
+impl Cli {
+    /// Parses arguments, the first of which is the name of the program.
+    ///
+    /// # Errors
+    ///
+    /// The arguments are not valid, or help is requested.
+    pub fn parse_checked(
+        arguments: impl IntoIterator<Item = impl Into<OsString> + Clone>,
+    ) -> Result<Self, clap::Error> {
+        let cli = Self::try_parse_from(arguments)?;
+        match &cli.command {
+            Command::Record(args) => args.session.check()?,
+            Command::Play(args) => args.session.check()?,
+            _ => {}
+        }
+        Ok(cli)
+    }
+}
+
 /// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
@@ -38,12 +62,12 @@ pub enum Command {
     Record(RecordArgs),
     /// Play a recording, and verify each block.
     Play(PlayArgs),
-    /// List the channels of a storage node, and their recordings.
-    List(RemoteArgs),
-    /// Create and delete LUNs, while `serve` does not run.
+    /// List the channels of a storage node, or on drives that are mounted here, and their recordings.
+    List(StorageArgs),
+    /// Create and delete LUNs, while no other command uses their drives.
     #[command(subcommand)]
     Lun(LunCommand),
-    /// Create and delete streams, while `serve` does not run.
+    /// Create and delete streams, while no other command uses their drives.
     #[command(subcommand)]
     Stream(StreamCommand),
 }
@@ -84,6 +108,10 @@ pub struct ServeArgs {
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub web: Option<SocketAddr>,
 
+    /// Where to serve metrics to Prometheus, such as 127.0.0.1:9836. They need no login.
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics: Option<SocketAddr>,
+
     /// The name of this node, for people [default: the host name]
     #[arg(long)]
     pub name: Option<String>,
@@ -105,27 +133,33 @@ pub struct ServeArgs {
     pub timeout: Duration,
 }
 
-/// A storage node.
-#[derive(Debug, Clone, Args)]
-pub struct RemoteArgs {
-    /// Host name or address of the storage node, with the port if it is not 18700.
-    #[arg(value_name = "HOST[:PORT]")]
-    pub host: String,
-
-    /// File with the token, which only its owner and its group can read.
-    #[arg(long, value_name = "FILE")]
-    pub token_file: PathBuf,
-
-    /// Longest wait for the storage node.
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub timeout: Duration,
+/// How blocks reach the drives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Engine {
+    /// RDMA to the program of a storage node, which writes to its drives.
+    Rdma,
+    /// Reads and writes of this machine's kernel, which attached the drives by NVMe over Fabrics with RDMA.
+    Nvmeof,
 }
 
-impl RemoteArgs {
-    /// Returns the host with a port.
-    pub fn address(&self) -> String {
-        with_port(&self.host)
-    }
+/// A storage node, or drives.
+#[derive(Debug, Clone, Args)]
+pub struct StorageArgs {
+    /// Host name or address of the storage node, with the port if it is not 18700.
+    #[arg(value_name = "HOST[:PORT]", required_unless_present = "drive")]
+    pub host: Option<String>,
+
+    /// File with the token, which only its owner and its group can read.
+    #[arg(long, value_name = "FILE", required_unless_present = "drive")]
+    pub token_file: Option<PathBuf>,
+
+    /// Folders where drives are mounted on this machine, instead of a storage node and its token.
+    #[arg(long, value_delimiter = ',', value_name = "FOLDER", conflicts_with_all = ["host", "token_file"])]
+    pub drive: Vec<PathBuf>,
+
+    /// Longest wait for the storage node or for a drive.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub timeout: Duration,
 }
 
 /// Adds the default port to a host that has none.
@@ -145,24 +179,34 @@ pub fn with_port(host: &str) -> String {
 /// Options of both directions.
 #[derive(Debug, Clone, Args)]
 pub struct SessionArgs {
-    /// The storage node.
+    /// The storage node, or the drives.
     #[command(flatten)]
-    pub remote: RemoteArgs,
+    pub storage: StorageArgs,
+
+    /// How blocks reach the drives.
+    #[arg(long, value_enum, default_value = "rdma", requires_if("nvmeof", "drive"))]
+    pub engine: Engine,
 
     /// The channel, as LUN/STREAM/NUMBER. With several NICs, each uses the next number.
     #[arg(long, value_name = "CHANNEL", value_parser = channel)]
     pub channel: ChannelRequest,
 
-    /// NICs of this machine, with a session each.
-    #[arg(long, required = true, value_delimiter = ',', value_name = "NIC")]
+    /// NICs of this machine, with a session each. Only for the engine rdma.
+    #[arg(
+        long,
+        required_unless_present = "drive",
+        conflicts_with = "drive",
+        value_delimiter = ',',
+        value_name = "NIC"
+    )]
     pub nic: Vec<String>,
 
-    /// Index of the GID to use; only relevant on Ethernet.
-    #[arg(long, value_name = "INDEX", default_value_t = 0)]
+    /// Index of the GID to use; only relevant on Ethernet. Only for the engine rdma.
+    #[arg(long, value_name = "INDEX", default_value_t = 0, conflicts_with = "drive")]
     pub gid_index: u8,
 
-    /// Number of the storage node's NIC for the first session. The others use the next ones.
-    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    /// Number of the storage node's NIC for the first session. The others use the next ones. Only for the engine rdma.
+    #[arg(long, value_name = "NUMBER", default_value_t = 0, conflicts_with = "drive")]
     pub node_nic: u32,
 
     /// Bytes of a block, as the stream has.
@@ -177,13 +221,28 @@ pub struct SessionArgs {
     #[arg(long, value_enum, default_value = "device")]
     pub memory: MemoryKind,
 
-    /// The provider of the memory, by its number [default: the provider nearest to the NIC]
+    /// The provider of the memory, by its number [default: the provider nearest to the NIC, which may be that of the drives]
     #[arg(long, value_name = "NUMBER")]
     pub provider: Option<u32>,
 
     /// The processor verifies each N-th block; 0 for none.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub verify: u64,
+}
+
+impl SessionArgs {
+    /// Fails if the engine does not have what its options name.
+    fn check(&self) -> Result<(), clap::Error> {
+        // clap requires no option that conflicts with one that is present.
+        let message = match (self.engine, self.storage.drive.is_empty()) {
+            (Engine::Rdma, false) => {
+                "--drive is for drives that are mounted on this machine: add --engine nvmeof, or name a storage node"
+            }
+            (Engine::Nvmeof, true) => "--engine nvmeof needs drives (--drive FOLDER) and no storage node",
+            _ => return Ok(()),
+        };
+        Err(Cli::command().error(ErrorKind::ArgumentConflict, message))
+    }
 }
 
 /// Options of `record`.
@@ -202,7 +261,7 @@ pub struct RecordArgs {
     pub rate: Option<u64>,
 
     /// Another storage node. The nodes take turns, or each gets every block with --mirror. Can be repeated.
-    #[arg(long, value_name = "HOST[:PORT]")]
+    #[arg(long, value_name = "HOST[:PORT]", conflicts_with = "drive")]
     pub also: Vec<String>,
 
     /// Send each block to all storage nodes. If one fails, the others have everything.
@@ -336,8 +395,6 @@ fn channel(text: &str) -> Result<ChannelRequest, String> {
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-
     use super::*;
 
     #[test]
@@ -356,6 +413,54 @@ mod tests {
             ("[fd00::1]:7", "[fd00::1]:7"),
         ] {
             assert_eq!(with_port(host), address, "{host}");
+        }
+    }
+
+    fn parsed(arguments: &str) -> Result<Cli, clap::Error> {
+        Cli::parse_checked(format!("p2pmem-recorder {arguments}").split_whitespace())
+    }
+
+    #[test]
+    fn engines_have_their_own_options() {
+        for valid in [
+            "record storage --token-file t --channel a/b/0 --nic n",
+            "record storage --engine rdma --token-file t --channel a/b/0 --nic n --also other --mirror",
+            "record --engine nvmeof --drive /a,/b --channel a/b/0 -n 5 --rate 1M --buffers 4 --timeout 5 --provider 1",
+            "play --engine nvmeof --drive /a --channel a/b/0 --from-block 7 --repeat -n 9 --verify 0 --memory host",
+            "list storage --token-file t",
+            "list --drive /a,/b",
+        ] {
+            parsed(valid).unwrap_or_else(|error| panic!("{valid}: {error}"));
+        }
+        let nvmeof = "--engine nvmeof --drive /a --channel a/b/0";
+        for (invalid, reason) in [
+            ("record --channel a/b/0".to_owned(), "required"),
+            ("record storage --token-file t --channel a/b/0".to_owned(), "--nic"),
+            ("record --engine nvmeof --channel a/b/0".to_owned(), "--drive"),
+            (
+                "record storage --engine nvmeof --token-file t --nic n --channel a/b/0".to_owned(),
+                "--drive",
+            ),
+            ("record --drive /a --channel a/b/0".to_owned(), "add --engine nvmeof"),
+            (
+                "play --engine rdma --drive /a --channel a/b/0".to_owned(),
+                "add --engine nvmeof",
+            ),
+            (format!("record storage {nvmeof}"), "HOST[:PORT]"),
+            (format!("record {nvmeof} --token-file t"), "--token-file"),
+            (format!("record {nvmeof} --nic n"), "--nic"),
+            (format!("record {nvmeof} --gid-index 1"), "--gid-index"),
+            (format!("record {nvmeof} --node-nic 1"), "--node-nic"),
+            (format!("record {nvmeof} --also other"), "--also"),
+            (format!("record {nvmeof} --also other --mirror"), "--also"),
+            (format!("record {nvmeof} --mirror"), "--mirror"),
+            (format!("play {nvmeof} --nic n"), "--nic"),
+            ("list storage --token-file t --drive /a".to_owned(), "--drive"),
+            ("list".to_owned(), "required"),
+        ] {
+            let error = parsed(&invalid).expect_err(&invalid);
+            assert_eq!(error.exit_code(), 2, "{invalid}");
+            assert!(error.to_string().contains(reason), "{invalid}: {error}");
         }
     }
 

@@ -10,7 +10,9 @@ pub mod compute;
 pub mod cpu;
 pub mod play;
 pub mod record;
+pub(crate) mod source;
 pub mod spectrum;
+pub(crate) mod target;
 
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
@@ -19,12 +21,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use anyhow::{ensure, Context, Result};
 
 use crate::control::{self, ChannelRequest, Connection, ListedChannel, Reply, Request, Token};
-use crate::rdma::wait;
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// The time between two looks at an accelerator without events.
 const COMPUTE_INTERVAL: Duration = Duration::from_millis(1);
-/// The most time between two looks at what has no event.
-const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// The most channels of a listing.
 const MAX_CHANNELS: usize = 1 << 20;
 /// How long a program waits for the node's reason after a request has failed.
@@ -167,7 +167,7 @@ fn longest_wait(compute: &dyn Compute, computing: u32) -> Duration {
 }
 
 /// Returns the time in nanoseconds since 1970.
-fn now() -> u64 {
+pub(crate) fn now() -> u64 {
     let time = SystemTime::now().duration_since(UNIX_EPOCH);
     time.map_or(0, |time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX))
 }

@@ -39,7 +39,8 @@ use serde::{Deserialize, Serialize};
 use token::Side;
 pub use token::{Token, TokenError};
 
-use crate::status::Recording;
+use crate::status::{Lun, Recording};
+use crate::store::ChannelName;
 
 /// The version of the protocol. It changes with each incompatible change, also of [`message`].
 pub const VERSION: u32 = 1;
@@ -100,6 +101,12 @@ pub struct ChannelRequest {
     pub stream: String,
     /// The number of the channel.
     pub channel: u32,
+}
+
+impl From<&ChannelRequest> for ChannelName {
+    fn from(request: &ChannelRequest) -> Self {
+        Self::new(&request.lun, &request.stream, request.channel)
+    }
 }
 
 /// Starts a recording.
@@ -196,6 +203,29 @@ pub struct ListedChannel {
     pub block_size: u64,
     /// The recordings. The list has at most [`MAX_LISTED`] of them, the latest ones.
     pub recordings: Vec<Recording>,
+}
+
+impl ListedChannel {
+    /// Returns the channels of LUNs.
+    pub fn of(luns: Vec<Lun>) -> impl Iterator<Item = Self> {
+        luns.into_iter().flat_map(|lun| {
+            lun.streams.into_iter().flat_map(move |stream| {
+                let (lun, name, block_size) = (lun.name.clone(), stream.name, stream.block_size);
+                stream.channels.into_iter().map(move |channel| Self {
+                    channel: ChannelRequest {
+                        lun: lun.clone(),
+                        stream: name.clone(),
+                        channel: channel.number,
+                    },
+                    block_size,
+                    recordings: {
+                        let skipped = channel.recordings.len().saturating_sub(MAX_LISTED);
+                        channel.recordings.into_iter().skip(skipped).collect()
+                    },
+                })
+            })
+        })
+    }
 }
 
 /// The most recordings of a channel in a listing.

@@ -44,7 +44,7 @@ mod queue;
 mod record;
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 pub use play::{PlayEngine, PlayToken, Played};
 pub use queue::{Queue, Target};

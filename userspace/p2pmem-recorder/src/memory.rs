@@ -223,6 +223,18 @@ impl BlockMemory {
         Ok(buffer * self.block_size + at)
     }
 
+    /// Describes the memory for people: the provider, and the path to the farthest device.
+    pub fn describe(&self) -> String {
+        match (self.provider(), self.buffer()) {
+            (Some(provider), Some(buffer)) => {
+                let path = buffer.class().map(|class| format!(", {}", class.meaning()));
+                format!("{}{}", provider.addr, path.unwrap_or_default())
+            }
+            (None, Some(buffer)) => format!("provider {}", buffer.provider()),
+            _ => "host memory".into(),
+        }
+    }
+
     /// Returns the memory of all buffers.
     pub(crate) fn memory(&self) -> &Arc<Memory> {
         &self.memory

@@ -10,7 +10,8 @@ mod creation;
 mod drives;
 mod sessions;
 
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,10 +19,11 @@ use std::time::{Duration, Instant};
 use changes::Changes;
 pub use changes::Observer;
 use creation::Creations;
+pub use drives::{DriveCounters, SimulatedDrives};
 use sessions::Sessions;
 pub use sessions::{SessionHandle, SessionOptions};
 
-use crate::status::{Channel, Lun, MemoryKind, Recording, Status, Stream};
+use crate::status::{Channel, Direction, DriveError, Lun, MemoryKind, Recording, Status, Stream, Totals};
 use crate::store::{ChannelName, Files, LunOptions, Result, Store, StreamOptions};
 
 /// How a node works.
@@ -39,6 +41,8 @@ pub struct NodeOptions {
     pub timeout: Duration,
     /// Whether files use the page cache of the host. For tests on file systems without direct I/O.
     pub cached: bool,
+    /// Replaces the counters of the drives, and lets LUNs allocate nothing. For tests and examples.
+    pub simulated: Option<SimulatedDrives>,
 }
 
 impl NodeOptions {
@@ -51,6 +55,7 @@ impl NodeOptions {
             buffers: 16,
             timeout: Duration::from_secs(30),
             cached: false,
+            simulated: None,
         }
     }
 }
@@ -82,13 +87,13 @@ impl Node {
     ///
     /// Those of [`Store::prepare`] and [`Store::open`].
     pub fn open(options: NodeOptions) -> Result<Arc<Self>> {
-        let files = Files::new().cached(options.cached);
+        let files = Files::new().cached(options.cached).sparse(options.simulated.is_some());
         for drive in &options.drives {
             Store::prepare(&files, drive)?;
         }
         let store = Store::open(files, options.drives.clone())?;
         Ok(Arc::new(Self {
-            drives: drives::Drives::new(&options.drives),
+            drives: drives::Drives::new(&options.drives, options.simulated.clone()),
             options,
             store,
             creations: Creations::default(),
@@ -242,16 +247,69 @@ impl Node {
         self.sessions.ended()
     }
 
+    /// Returns the counters of all sessions since the program started.
+    pub fn totals(&self) -> Totals {
+        self.sessions.totals()
+    }
+
     /// Asks a session to end. Blocks that it acknowledged stay. Returns whether a session of this number runs.
     pub fn stop_session(&self, id: u64) -> bool {
         self.sessions.stop(id)
     }
 
-    /// Records an error of a drive, for [`Node::status`], and writes it to the log.
-    pub fn drive_failed(&self, folder: &std::path::Path, error: &std::io::Error) {
-        eprintln!("p2pmem-recorder: the drive at {} failed: {error}", folder.display());
-        self.drives.failed(folder, error);
+    /// Returns the block device and the folder of a drive, for people: `nvme0n1 at /mnt/nvme0`.
+    pub fn describe_drive(&self, folder: &Path) -> String {
+        self.drives.describe(folder)
+    }
+
+    /// Returns the folder of the drive that has a file.
+    pub fn drive_of(&self, path: &Path) -> Option<&Path> {
+        self.drives.of_file(path)
+    }
+
+    /// Records that a drive failed while a session used it, for [`Node::status`], and writes it to the log. `consequence` is
+    /// what becomes of the session.
+    pub fn drive_failed(&self, session: &SessionHandle, folder: &Path, error: &io::Error, consequence: &str) {
+        let (options, id) = (session.options(), session.id());
+        let text = format!(
+            "the drive {} failed: {error}; {consequence}",
+            self.describe_drive(folder)
+        );
+        let verb = match options.direction {
+            Direction::Record => "recording",
+            Direction::Play => "playing",
+        };
+        eprintln!("p2pmem-recorder: session {id}, {verb} {}: {text}", options.channel);
+        session.warn(text);
+        self.drives.failed(
+            folder,
+            DriveError {
+                session: id,
+                direction: options.direction,
+                channel: options.channel.to_string(),
+                time: sessions::now(),
+                message: error.to_string(),
+                consequence: consequence.to_owned(),
+            },
+        );
         self.changes.notify();
+    }
+
+    /// Notes that a session used a drive without an error, which removes the error of another session from the status.
+    pub fn drive_worked(&self, session: &SessionHandle, folder: &Path) {
+        if self.drives.worked(folder, session.id()) {
+            self.changes.notify();
+        }
+    }
+
+    /// Removes the error of a drive from the status, because a person knows it. `number` counts the drives in the order of
+    /// the options, from 0. Returns whether the drive had an error.
+    pub fn acknowledge_drive_error(&self, number: usize) -> bool {
+        let removed = self.drives.acknowledge(number);
+        if removed {
+            self.changes.notify();
+        }
+        removed
     }
 
     /// Asks all sessions to end, and new ones not to begin.
@@ -269,7 +327,6 @@ impl Node {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::status::Direction;
 
     fn node(folder: &tempfile::TempDir) -> Arc<Node> {
         let mut options = NodeOptions::new("test", [folder.path()]);
@@ -285,6 +342,7 @@ mod tests {
             peer: peer.into(),
             nic: "mlx5_0".into(),
             memory: "host memory".into(),
+            devices: Default::default(),
             block_size: 65536,
             buffers: 8,
         }
@@ -344,9 +402,86 @@ mod tests {
     fn the_error_of_a_drive_is_shown() {
         let folder = tempfile::tempdir().unwrap();
         let node = node(&folder);
-        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
-        let error = node.status().drives[0].error.clone().unwrap();
-        assert!(error.contains("Input/output"), "{error}");
+        let first = node.begin_session(session("first"));
+        node.drive_failed(
+            &first,
+            folder.path(),
+            &io::Error::from_raw_os_error(5),
+            "the recording ends",
+        );
+        let status = node.status();
+        let error = status.drives[0].error.clone().unwrap();
+        assert!(error.message.contains("Input/output"), "{error:?}");
+        assert_eq!((error.session, error.channel.as_str()), (first.id(), "fast/radar/0"));
+        let warning = &status.sessions[0].warnings[0];
+        assert!(warning.contains(folder.path().to_str().unwrap()), "{warning}");
+        assert!(warning.ends_with("(os error 5); the recording ends"), "{warning}");
+        node.drive_worked(&first, folder.path());
+        assert!(node.status().drives[0].error.is_some(), "the same session");
+        let second = node.begin_session(session("second"));
+        node.drive_worked(&second, folder.path());
+        let status = node.status();
+        assert_eq!(status.drives[0].error, None);
+        assert_eq!(status.sessions[0].warnings.len(), 1, "the session keeps its warning");
+        node.drive_failed(
+            &second,
+            folder.path(),
+            &io::Error::from_raw_os_error(5),
+            "the recording ends",
+        );
+        assert_eq!(
+            node.status().drives[0].errors,
+            2,
+            "errors are counted, also those that are gone"
+        );
+        assert!(!node.acknowledge_drive_error(1));
+        assert!(node.acknowledge_drive_error(0) && !node.acknowledge_drive_error(0));
+        assert_eq!(node.status().drives[0].error, None);
+    }
+
+    #[test]
+    fn totals_count_each_session_once_and_never_decrease() {
+        let folder = tempfile::tempdir().unwrap();
+        let node = node(&folder);
+        let total = || {
+            let totals = node.totals();
+            let of_nic = totals.nics.get(&(Direction::Record, "mlx5_0".to_owned())).copied();
+            let channel = (Direction::Record, ChannelName::new("fast", "radar", 0));
+            assert_eq!(of_nic, totals.channels.get(&channel).copied());
+            of_nic.unwrap_or_default()
+        };
+        assert_eq!(total(), Default::default());
+        let first = node.begin_session(session("first"));
+        first.arrived();
+        first.arrived();
+        first.acknowledged(1);
+        let running = total();
+        assert_eq!(
+            (running.sessions, running.blocks, running.acknowledged, running.dropped),
+            (1, 2, 1, 0)
+        );
+        first.failed("the NIC failed");
+        assert_eq!(total().failed, 0, "the session has not ended");
+        drop(first);
+        let ended = total();
+        assert_eq!((ended.sessions, ended.failed, ended.dropped), (1, 1, 1));
+        assert_eq!(
+            (ended.bytes, ended.acknowledged_bytes, ended.dropped_bytes),
+            (2 * 65536, 65536, 65536)
+        );
+        // A session that an administrator stopped did not fail, and sessions that are forgotten count.
+        let stopped = node.begin_session(session("stopped"));
+        node.stop_session(stopped.id());
+        stopped.failed("the administrator stopped the session");
+        drop(stopped);
+        for _ in 0..2 * sessions::KEPT {
+            drop(node.begin_session(session("short")));
+        }
+        let all = total();
+        assert_eq!(
+            (all.sessions, all.failed, all.blocks),
+            (2 + 2 * sessions::KEPT as u64, 1, 2)
+        );
     }
 
     #[test]
@@ -392,12 +527,17 @@ mod tests {
         more(&mut seen);
         drop(running);
         more(&mut seen);
-        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
+        let failing = node.begin_session(session("b"));
+        more(&mut seen);
+        let fails = || node.drive_failed(&failing, folder.path(), &io::Error::from_raw_os_error(5), "it ends");
+        fails();
+        more(&mut seen);
+        assert!(node.acknowledge_drive_error(0));
         more(&mut seen);
         node.delete_lun("fast").unwrap();
         more(&mut seen);
         drop(observer);
-        node.drive_failed(folder.path(), &std::io::Error::from_raw_os_error(5));
+        fails();
         assert_eq!(calls.load(Ordering::Relaxed), seen);
     }
 }

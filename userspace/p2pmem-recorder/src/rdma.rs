@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! One end of a reliable connection, with places for messages, and waiting for several things at once.
+//! One end of a reliable connection, with places for messages.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +11,6 @@ use p2pmem_verbs::{
     Access, Address, BufferMemory, Completion, Completions, Domain, Failure, HostMemory, Nic, QueuePair, Request,
     Retries, Segment, Span, Work,
 };
-use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
 use crate::control::message::{Message, MessageError, SIZE};
 use crate::memory::BlockMemory;
@@ -306,19 +304,6 @@ fn failed(kind: Kind, failure: Failure) -> anyhow::Error {
 
 /// The largest block: a SEND has at most 2^31 bytes.
 pub(crate) const MAX_BLOCK: u64 = 1 << 30;
-
-/// Waits until a file descriptor is readable or has failed, at most for `limit`.
-pub(crate) fn wait(fds: &[BorrowedFd<'_>], limit: Duration) -> io::Result<()> {
-    let mut fds: Vec<PollFd<'_>> = fds
-        .iter()
-        .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
-        .collect();
-    let limit = Timespec::try_from(limit).ok();
-    match poll(&mut fds, limit.as_ref()) {
-        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
-}
 
 #[cfg(test)]
 mod tests {

@@ -6,33 +6,46 @@ use std::io::Write;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context, Result};
-use clap::Parser;
+use clap::error::ErrorKind;
 use p2pmem::{human_size, Client, Device};
+use sd_notify::NotifyState;
 use serde::Serialize;
 
-use crate::cli::{Cli, Command, LunCommand, PlayArgs, RecordArgs, RemoteArgs, ServeArgs, SessionArgs, StreamCommand};
+use crate::cli::{
+    with_port, Cli, Command, Engine, LunCommand, PlayArgs, RecordArgs, ServeArgs, SessionArgs, StorageArgs,
+    StreamCommand,
+};
 use crate::client::compute::Role;
 use crate::client::cpu::Cpu;
 use crate::client::play::{play, PlayOptions, Played};
 use crate::client::record::{record, RecordOptions, Recorded};
 use crate::client::{Remote, SessionRequest, Verification};
-use crate::control::{Start, Token};
+use crate::control::{ListedChannel, Start, Token};
+use crate::local::{self, LocalStore};
 use crate::memory::BlockMemory;
+use crate::metrics::Metrics;
 use crate::node::{Node, NodeOptions};
 use crate::serve::{serve, Port};
 use crate::status::{Lun, MemoryKind};
-use crate::store::{LunOptions, StreamOptions};
+use crate::store::{LunOptions, Problem, StreamOptions};
 
 /// Version of the JSON that the program prints: the member `schema`.
 pub const SCHEMA: u32 = 1;
 
 /// Runs the program with the process's arguments.
 pub fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::parse_checked(std::env::args_os()).unwrap_or_else(|error| {
+        // The unit has no drives and NICs of its own, and the error is in a log.
+        if error.kind() == ErrorKind::MissingRequiredArgument && std::env::var_os("NOTIFY_SOCKET").is_some() {
+            eprintln!("p2pmem-recorder: the service is not configured: run systemctl edit p2pmem-recorder, see p2pmem-recorder(1)");
+        }
+        error.exit()
+    });
     let mut out = std::io::stdout().lock();
     match run(&cli, &mut out) {
         Ok(()) => ExitCode::SUCCESS,
@@ -90,19 +103,27 @@ fn run_serve(args: &ServeArgs, out: &mut dyn Write) -> Result<()> {
     options.buffers = args.buffers;
     options.timeout = args.timeout;
     let node = Node::open(options)?;
-    for problem in node.store().problems() {
-        eprintln!("p2pmem-recorder: {}: {}", problem.name, problem.error);
-    }
+    report(node.store().problems());
     let listener = TcpListener::bind(args.listen).with_context(|| format!("listening on {}", args.listen))?;
     #[cfg(feature = "web")]
     let _web = args
         .web
         .map(|address| serve_web(&node, address, &token, out))
         .transpose()?;
+    let _metrics = args
+        .metrics
+        .map(|address| -> Result<Metrics> {
+            let metrics = Metrics::serve(Arc::clone(&node), args.nic.clone(), &address.to_string())?;
+            writeln!(out, "metrics at {}", metrics.url())?;
+            Ok(metrics)
+        })
+        .transpose()?;
     let stopping = Arc::clone(&node);
     ctrlc::set_handler(move || stopping.shut_down()).context("cannot catch signals")?;
     writeln!(out, "serving on {}", listener.local_addr()?)?;
     out.flush()?;
+    // Does nothing if the program is not a service of systemd.
+    sd_notify::notify(&[NotifyState::Ready]).context("telling systemd that the node serves")?;
     serve(&node, &listener, &token, &ports, args.sessions)?;
     Ok(())
 }
@@ -131,13 +152,29 @@ fn host_name() -> String {
     }
 }
 
-fn remote(args: &RemoteArgs, address: String) -> Result<Remote> {
-    Ok(Remote {
-        address,
-        token: Token::read(&args.token_file)?,
-        name: host_name(),
-        timeout: args.timeout,
-    })
+/// Reports what a store could not repair.
+fn report(problems: &[Problem]) {
+    for problem in problems {
+        eprintln!("p2pmem-recorder: {}: {}", problem.name, problem.error);
+    }
+}
+
+impl StorageArgs {
+    /// Returns the address of the storage node.
+    fn address(&self) -> Result<String> {
+        Ok(with_port(self.host.as_deref().context("specify a storage node")?))
+    }
+
+    /// Returns the storage node at an address.
+    fn remote(&self, address: String) -> Result<Remote> {
+        let token = self.token_file.as_deref();
+        Ok(Remote {
+            address,
+            token: Token::read(token.context("specify the token of the storage node (--token-file)")?)?,
+            name: host_name(),
+            timeout: self.timeout,
+        })
+    }
 }
 
 impl SessionArgs {
@@ -146,7 +183,7 @@ impl SessionArgs {
         let mut channel = self.channel.clone();
         channel.channel += number as u32;
         Ok(SessionRequest {
-            remote: remote(&self.remote, address)?,
+            remote: self.storage.remote(address)?,
             channel,
             nic: self.nic[number].clone(),
             gid_index: self.gid_index,
@@ -154,18 +191,58 @@ impl SessionArgs {
         })
     }
 
-    /// Returns the processor with memory near the NIC of the session number `number`.
-    fn compute(&self, number: usize, role: Role) -> Result<Cpu> {
+    /// Returns the processor with memory near NICs, which are not looked for if the memory is host memory.
+    fn compute(&self, role: Role, nics: impl FnOnce() -> Result<Vec<Client>>) -> Result<Cpu> {
         let (size, count) = (self.block_size, self.buffers as usize);
         let blocks = match self.memory {
             MemoryKind::Host => BlockMemory::host(size, count)?,
-            MemoryKind::Device => {
-                let nic = Client::resolve(&self.nic[number])?;
-                BlockMemory::near(&Device::open()?, [nic], self.provider, size, count)?
-            }
+            MemoryKind::Device => BlockMemory::near(&Device::open()?, nics()?, self.provider, size, count)?,
         };
         Cpu::new(role, blocks)
     }
+
+    /// Returns the processor with memory near the NIC of the session number `number`.
+    fn compute_near(&self, number: usize, role: Role) -> Result<Cpu> {
+        self.compute(role, || Ok(vec![Client::resolve(&self.nic[number])?]))
+    }
+
+    /// Runs a session on the drives, after it has printed them. A signal sets the flag that the session gets.
+    fn on_drives<T>(
+        &self,
+        role: Role,
+        json: bool,
+        out: &mut dyn Write,
+        session: impl FnOnce(&mut Cpu, &LocalStore, &AtomicBool) -> Result<T>,
+    ) -> Result<(T, LocalStore)> {
+        let local = LocalStore::open(&self.storage.drive)?;
+        report(local.problems());
+        if !json {
+            for drive in local.drives() {
+                writeln!(out, "{NVMEOF}: {drive}")?;
+            }
+            out.flush()?;
+        }
+        let mut compute = self.compute(role, || match local.nics() {
+            // With a provider, the path to the NIC is not needed to choose one.
+            Err(_) if self.provider.is_some() => Ok(Vec::new()),
+            nics => nics,
+        })?;
+        let stop = Arc::new(AtomicBool::new(false));
+        let signalled = Arc::clone(&stop);
+        ctrlc::set_handler(move || signalled.store(true, Ordering::Relaxed)).context("cannot catch signals")?;
+        Ok((session(&mut compute, &local, &stop)?, local))
+    }
+}
+
+/// The name of sessions that have no NIC.
+const NVMEOF: &str = "nvmeof";
+
+/// The results of sessions as JSON.
+#[derive(Serialize)]
+struct Sessions<'a, T> {
+    sessions: &'a [T],
+    #[serde(skip_serializing_if = "Option::is_none")]
+    drives: Option<&'a [local::FabricsDrive]>,
 }
 
 /// Runs the sessions of all NICs at the same time.
@@ -189,9 +266,24 @@ fn rate(blocks: u64, block_size: u64, nanoseconds: u64) -> f64 {
 
 fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     let session = &args.session;
+    let verify = Verification { every: session.verify };
+    if session.engine == Engine::Nvmeof {
+        let options = local::record::RecordOptions {
+            channel: session.channel.clone(),
+            blocks: args.blocks,
+            first: 0,
+            rate: args.rate,
+            verify,
+            timeout: session.storage.timeout,
+        };
+        let (result, local) = session.on_drives(Role::Source, json, out, |compute, local, stop| {
+            local::record::record(compute, local, &options, stop)
+        })?;
+        return print_recorded(&[NVMEOF.into()], &[result], Some(local.drives()), json, out);
+    }
     let results = on_all_nics(session.nic.len(), |number| {
-        let mut addresses = vec![session.remote.address()];
-        addresses.extend(args.also.iter().map(|host| crate::cli::with_port(host)));
+        let mut addresses = vec![session.storage.address()?];
+        addresses.extend(args.also.iter().map(|host| with_port(host)));
         let sessions = addresses.into_iter().map(|address| session.request(number, address));
         let options = RecordOptions {
             sessions: sessions.collect::<Result<_>>()?,
@@ -199,21 +291,29 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
             blocks: args.blocks,
             first: 0,
             rate: args.rate,
-            verify: Verification { every: session.verify },
+            verify,
         };
-        record(&mut session.compute(number, Role::Source)?, &options)
+        record(&mut session.compute_near(number, Role::Source)?, &options)
     })?;
+    print_recorded(&session.nic, &results, None, json, out)
+}
+
+/// Prints the results of recordings, whose sessions have names.
+fn print_recorded(
+    names: &[String],
+    results: &[Recorded],
+    drives: Option<&[local::FabricsDrive]>,
+    json: bool,
+    out: &mut dyn Write,
+) -> Result<()> {
     if json {
-        #[derive(Serialize)]
-        struct Output<'a> {
-            sessions: &'a [Recorded],
-        }
-        return print_json(out, &Output { sessions: &results });
+        let sessions = results;
+        return print_json(out, &Sessions { sessions, drives });
     }
-    for (nic, result) in session.nic.iter().zip(&results) {
+    for (name, result) in names.iter().zip(results) {
         writeln!(
             out,
-            "{nic}: {} blocks of {} recorded in {:?}, {:.0} MB/s, {} verified; memory of the node: {}",
+            "{name}: {} blocks of {} recorded in {:?}, {:.0} MB/s, {} verified; memory: {}",
             result.acknowledged,
             human_size(result.block_size),
             result.recordings,
@@ -222,7 +322,7 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
             result.memory.join("; ")
         )?;
         for reason in &result.failed {
-            writeln!(out, "{nic}: {reason}")?;
+            writeln!(out, "{name}: {reason}")?;
         }
     }
     Ok(())
@@ -230,34 +330,59 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
 
 fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     let session = &args.session;
+    let verify = Verification { every: session.verify };
     let start = match (args.from_block, args.from_time) {
         (Some(sequence), _) => Start::Block(sequence),
         (None, Some(time)) => Start::Time(time),
         (None, None) => Start::First,
     };
-    let results = on_all_nics(session.nic.len(), |number| {
-        let options = PlayOptions {
-            session: session.request(number, session.remote.address())?,
+    if session.engine == Engine::Nvmeof {
+        let options = local::play::PlayOptions {
+            channel: session.channel.clone(),
             recording: args.recording,
             start,
             blocks: args.blocks,
             repeat: args.repeat,
             rate: args.rate,
-            verify: Verification { every: session.verify },
+            verify,
+            timeout: session.storage.timeout,
         };
-        play(&mut session.compute(number, Role::Target)?, &options)
-    })?;
-    if json {
-        #[derive(Serialize)]
-        struct Output<'a> {
-            sessions: &'a [Played],
-        }
-        return print_json(out, &Output { sessions: &results });
+        let (result, local) = session.on_drives(Role::Target, json, out, |compute, local, stop| {
+            local::play::play(compute, local, &options, stop)
+        })?;
+        return print_played(&[NVMEOF.into()], &[result], Some(local.drives()), json, out);
     }
-    for (nic, result) in session.nic.iter().zip(&results) {
+    let results = on_all_nics(session.nic.len(), |number| {
+        let options = PlayOptions {
+            session: session.request(number, session.storage.address()?)?,
+            recording: args.recording,
+            start,
+            blocks: args.blocks,
+            repeat: args.repeat,
+            rate: args.rate,
+            verify,
+        };
+        play(&mut session.compute_near(number, Role::Target)?, &options)
+    })?;
+    print_played(&session.nic, &results, None, json, out)
+}
+
+/// Prints the results of playbacks, whose sessions have names.
+fn print_played(
+    names: &[String],
+    results: &[Played],
+    drives: Option<&[local::FabricsDrive]>,
+    json: bool,
+    out: &mut dyn Write,
+) -> Result<()> {
+    if json {
+        let sessions = results;
+        return print_json(out, &Sessions { sessions, drives });
+    }
+    for (name, result) in names.iter().zip(results) {
         writeln!(
             out,
-            "{nic}: {} blocks of {} played from recording {}, {} to {}, {:.0} MB/s, all checksums right, {} spectra verified, {} \
+            "{name}: {} blocks of {} played from recording {}, {} to {}, {:.0} MB/s, all checksums right, {} spectra verified, {} \
              missing",
             result.blocks,
             human_size(result.block_size),
@@ -272,8 +397,11 @@ fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     Ok(())
 }
 
-fn run_list(args: &RemoteArgs, json: bool, out: &mut dyn Write) -> Result<()> {
-    let channels = remote(args, args.address())?.list()?;
+fn run_list(args: &StorageArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let channels = match args.drive.is_empty() {
+        true => args.remote(args.address()?)?.list()?,
+        false => ListedChannel::of(open(&args.drive)?.luns()).collect(),
+    };
     if json {
         return print_json(out, &serde_json::json!({ "channels": channels }));
     }

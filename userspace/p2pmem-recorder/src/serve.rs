@@ -17,13 +17,11 @@ use std::time::Instant;
 use anyhow::{ensure, Context, Result};
 
 pub use setup::Port;
-use setup::{reason, Ended, CHECK_INTERVAL};
+use setup::{reason, Ended};
 
-use crate::control::{
-    unexpected, ChannelRequest, Connection, ListedChannel, Reply, Request, Token, LOGIN_LIMIT, MAX_LISTED,
-};
+use crate::control::{unexpected, Connection, ListedChannel, Reply, Request, Token, LOGIN_LIMIT};
 use crate::node::Node;
-use crate::rdma::wait;
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// The most connections at a time whose other side has the token.
 const MAX_CONNECTIONS: usize = 64;
@@ -190,23 +188,9 @@ fn handle(node: &Arc<Node>, connection: &mut Connection, peer: &str, ports: &[Po
 }
 
 fn list(node: &Node, connection: &mut Connection) -> Result<()> {
-    for lun in node.luns() {
-        for stream in lun.streams {
-            for channel in stream.channels {
-                let skipped = channel.recordings.len().saturating_sub(MAX_LISTED);
-                let listed = ListedChannel {
-                    channel: ChannelRequest {
-                        lun: lun.name.clone(),
-                        stream: stream.name.clone(),
-                        channel: channel.number,
-                    },
-                    block_size: stream.block_size,
-                    recordings: channel.recordings.into_iter().skip(skipped).collect(),
-                };
-                let (channels, last) = (vec![listed], false);
-                connection.send(&Reply::Listing { channels, last })?;
-            }
-        }
+    for listed in ListedChannel::of(node.luns()) {
+        let (channels, last) = (vec![listed], false);
+        connection.send(&Reply::Listing { channels, last })?;
     }
     let (channels, last) = (Vec::new(), true);
     connection.send(&Reply::Listing { channels, last })?;

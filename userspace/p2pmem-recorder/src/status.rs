@@ -2,11 +2,14 @@
 
 //! The state of a storage node, as programs and people see it.
 
+use std::collections::BTreeMap;
+use std::ops::AddAssign;
 use std::path::PathBuf;
 
+use p2pmem::PciAddr;
 use serde::Serialize;
 
-use crate::store::{LunInfo, RecordingInfo, StreamInfo};
+use crate::store::{ChannelName, LunInfo, RecordingInfo, StreamInfo};
 
 /// Everything that a node knows at one moment. Counters count from the start of the program, or of the session.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -59,8 +62,28 @@ pub struct Drive {
     pub read: u64,
     /// The number of reads and writes in progress.
     pub in_flight: u64,
-    /// The last error of a session that used the drive.
-    pub error: Option<String>,
+    /// The number of errors since the program started.
+    pub errors: u64,
+    /// The last error of a session that used the drive. It goes away when another session succeeds on the drive, or when a
+    /// person acknowledges it.
+    pub error: Option<DriveError>,
+}
+
+/// An error of a drive.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct DriveError {
+    /// The number of the session that used the drive.
+    pub session: u64,
+    /// What the session did.
+    pub direction: Direction,
+    /// The channel of the session, such as `fast/radar/0`.
+    pub channel: String,
+    /// When the drive failed, in seconds since 1970.
+    pub time: u64,
+    /// The error of the drive.
+    pub message: String,
+    /// What became of the session.
+    pub consequence: String,
 }
 
 /// A LUN.
@@ -135,7 +158,7 @@ pub struct Recording {
 }
 
 /// The direction of a session.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Direction {
     /// From the accelerator node to the drives.
@@ -175,8 +198,11 @@ pub struct Session {
     pub peer: String,
     /// The NIC of this node.
     pub nic: String,
-    /// The memory that was chosen, and its path to the NIC: such as `0000:04:00.0, 1 switch from mlx5_0`.
+    /// The memory that was chosen, and its path to the NIC: such as `0000:04:00.0, one PCIe switch: traffic
+    /// stays in it`.
     pub memory: String,
+    /// The PCI functions between which the payload moves.
+    pub devices: SessionDevices,
     /// When the session started, in seconds since 1970.
     pub started: u64,
     /// Blocks that have arrived, or that the other side has read.
@@ -195,8 +221,65 @@ pub struct Session {
     pub limit: Limit,
     /// Whether the session runs.
     pub running: bool,
+    /// Drives that failed while the session used them, and what became of their blocks.
+    pub warnings: Vec<String>,
     /// Why the session ended early.
     pub error: Option<String>,
+}
+
+/// Counters of all sessions since the program started, also of those that [`Status`] does not have any more. They never
+/// decrease.
+#[derive(Debug, Clone, Default)]
+pub struct Totals {
+    /// Counters by direction and NIC.
+    pub nics: BTreeMap<(Direction, String), Counters>,
+    /// Counters by direction and channel. A channel may be deleted.
+    pub channels: BTreeMap<(Direction, ChannelName), Counters>,
+}
+
+/// Counters of sessions.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Sessions that began.
+    pub sessions: u64,
+    /// Sessions that ended with an error, without those that an administrator stopped.
+    pub failed: u64,
+    /// Blocks that arrived, or that the other side has read.
+    pub blocks: u64,
+    /// Bytes of `blocks`.
+    pub bytes: u64,
+    /// Blocks that are durable; equal to `blocks` for playback.
+    pub acknowledged: u64,
+    /// Bytes of `acknowledged`.
+    pub acknowledged_bytes: u64,
+    /// Blocks that arrived, and were not durable when their session ended.
+    pub dropped: u64,
+    /// Bytes of `dropped`.
+    pub dropped_bytes: u64,
+}
+
+impl AddAssign for Counters {
+    fn add_assign(&mut self, other: Self) {
+        self.sessions += other.sessions;
+        self.failed += other.failed;
+        self.blocks += other.blocks;
+        self.bytes += other.bytes;
+        self.acknowledged += other.acknowledged;
+        self.acknowledged_bytes += other.acknowledged_bytes;
+        self.dropped += other.dropped;
+        self.dropped_bytes += other.dropped_bytes;
+    }
+}
+
+/// The PCI functions between which the payload of a session moves.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct SessionDevices {
+    /// The NIC, if it is known.
+    pub nic: Option<PciAddr>,
+    /// The device whose memory was chosen; none for host memory.
+    pub memory: Option<PciAddr>,
+    /// The drives of the LUN.
+    pub drives: Vec<PciAddr>,
 }
 
 impl Lun {

@@ -14,9 +14,11 @@ mod events;
 mod guard;
 mod pages;
 mod server;
+mod topology;
 
 #[cfg(test)]
 mod tests;
 
 pub use app::{WebOptions, MIN_TOKEN};
 pub use server::{serve, Server};
+pub use topology::Machine;

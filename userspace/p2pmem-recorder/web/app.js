@@ -77,14 +77,21 @@ function sizeText(bytes) {
     unit += 1;
   }
   const digits = unit > 0 && value < 100 && value % 1 !== 0 ? 1 : 0;
-  return `${value.toFixed(digits)} ${units[unit]}`;
+  return `${Number(value.toFixed(digits)).toLocaleString("en")} ${units[unit]}`;
 }
 
-/** Returns bytes per second as MB/s. */
+/** Returns a part of a size, such as "2.5 of 3.5 TiB". */
+function partText(part, whole) {
+  const [[number, unit], text] = [sizeText(part).split(" "), sizeText(whole)];
+  return text.endsWith(` ${unit}`) ? `${number} of ${text}` : `${number} ${unit} of ${text}`;
+}
+
+/** Returns bytes per second as MB/s, such as "1,450" or "9.5". */
 function rateText(rate) {
   if (rate === undefined) return "–";
   const value = rate / 1e6;
-  return value.toFixed(value > 0 && value < 100 ? 1 : 0);
+  const digits = value > 0 && value < 100 ? 1 : 0;
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
 
 const countText = (count) => count.toLocaleString("en");
@@ -148,16 +155,21 @@ function confirmed(title, text, yes) {
 get("confirm-no").addEventListener("click", () => get("confirm").close(""));
 get("confirm-yes").addEventListener("click", () => get("confirm").close("yes"));
 
-/** Asks, deletes, and moves the focus to `heading`, because the button is gone. */
-async function remove(what, path, consequence, heading) {
+const newMessage = () => make("p", { class: "message", role: "alert", hidden: true });
+
+/**
+ * Asks, deletes, and moves the focus to `heading`, because the button is gone. The reason of a failure is in `message`, which
+ * is near the button.
+ */
+async function remove(what, path, consequence, heading, message) {
   if (!(await confirmed(`Delete ${what}?`, consequence, "Delete"))) return;
   try {
     await send("DELETE", path);
-    showMessage(get("message"));
+    showMessage(message);
     announce(`${what} was deleted`);
     heading.focus();
   } catch (error) {
-    showMessage(get("message"), `Cannot delete ${what}: ${error.message}`);
+    showMessage(message, `Cannot delete ${what}: ${error.message}`);
   }
 }
 
@@ -308,8 +320,8 @@ class Chart {
         y: { range: (plot, low, high) => [0, Math.max(1, (high ?? 0) * 1.1)] },
       },
       axes: [
-        { ...axis, values: (plot, values) => values.map((value) => `${value} s`) },
-        { ...axis, size: 56 },
+        { ...axis, values: (plot, values) => values.map((value) => (value === 0 ? "now" : `−${-value} s`)) },
+        { ...axis, size: 56, values: (plot, values) => values.map((value) => value.toLocaleString("en")) },
       ],
       series: [{}, ...lines],
     };
@@ -335,8 +347,10 @@ function showPorts(state) {
       element: make("tr", {}, make("th", { scope: "row" }, swatch(portChart, name), name), ...cells),
       update() {
         const entry = rates.ports.get(name) ?? {};
-        setText(cells[0], rateText(entry.record));
-        setText(cells[1], rateText(entry.play));
+        // Without two samples, no rate is known.
+        const known = rates.history.length > 0;
+        setText(cells[0], rateText(known ? entry.record ?? 0 : undefined));
+        setText(cells[1], rateText(known ? entry.play ?? 0 : undefined));
         setText(cells[2], current.sessions.filter((session) => session.running && session.nic === name).length);
       },
     };
@@ -357,8 +371,8 @@ function showDrives(state) {
         setText(cells[0], rateText(entry.write));
         setText(cells[1], rateText(entry.read));
         setText(cells[2], now.in_flight);
-        setText(space, `${folder}${sizeText(now.free)} of ${sizeText(now.size)} free for LUNs`);
-        setText(error, now.error ? `Error: ${now.error}` : "");
+        setText(space, `${folder}${partText(now.free, now.size)} free`);
+        setText(error, now.error ? `Error: ${now.error.message}` : "");
       },
     };
   });
@@ -391,6 +405,12 @@ function figure(name, ...content) {
   return { element: make("div", {}, make("dt", {}, name), value), value };
 }
 
+/** Shows which drives failed while the session used them. */
+function showWarnings(list, session) {
+  setHidden(list, session.warnings.length === 0);
+  showList(list, session.warnings, (text) => text, (text) => ({ element: make("li", { class: "bad" }, text), update() {} }));
+}
+
 function showSessions(state) {
   const running = state.sessions.filter((session) => session.running);
   setHidden(get("no-session"), running.length > 0);
@@ -403,7 +423,10 @@ function showSessions(state) {
     const acknowledged = figure(first.direction === "record" ? "Durable" : "Read");
     const dropped = figure("Dropped");
     const buffers = figure("Buffers that wait for drives", buffersText, meter);
+    buffers.element.classList.add("wide");
     const limit = make("p", { class: "limit" });
+    const warnings = make("ul", { class: "warnings", role: "list", hidden: true });
+    const message = newMessage();
     const path = make("ol", { class: "path", role: "list", "aria-label": "Path of the payload" });
     const stop = make("button", {
       type: "button",
@@ -417,7 +440,7 @@ function showSessions(state) {
           stop.textContent = "Stopping";
           get("sessions-title").focus();
         } catch (error) {
-          showMessage(get("message"), `Cannot stop session ${first.id}: ${error.message}`);
+          showMessage(message, `Cannot stop session ${first.id}: ${error.message}`);
           stop.disabled = false;
         }
       },
@@ -425,15 +448,16 @@ function showSessions(state) {
     const element = make("article", { class: "card", "aria-labelledby": title, "data-session": first.id },
       make("div", { class: "title" },
         make("h3", { id: title }, `${sessionTitle(first)}, recording ${first.recording}`), stop),
+      message,
       make("p", { class: "hint" }, `Session ${first.id} of ${first.peer}, since ${timeText(first.started)} UTC`),
       path,
       make("dl", { class: "figures" }, ...[rate, blocks, acknowledged, dropped, buffers].map((entry) => entry.element)),
-      limit);
+      limit, warnings);
     return {
       element,
       update(session) {
         setText(rate.value, `${rateText(rates.sessions.get(session.id))} MB/s`);
-        setText(blocks.value, `${countText(session.blocks)} of ${sizeText(session.block_size)}`);
+        setText(blocks.value, `${countText(session.blocks)} × ${sizeText(session.block_size)}`);
         setText(acknowledged.value, countText(session.acknowledged));
         setText(dropped.value, countText(session.dropped));
         setClass(dropped.value, "good", session.dropped === 0);
@@ -441,7 +465,8 @@ function showSessions(state) {
         setText(buffersText, `${session.in_flight} of ${session.buffers}`);
         meter.value = session.in_flight;
         setText(limit, limitText(session, current));
-        setClass(limit, "bad", session.limit === "drive");
+        setClass(limit, "attention", session.limit === "drive");
+        showWarnings(warnings, session);
         const drives = sessionDrives(session, current).map(driveName).join(", ") || session.lun;
         const stations = [[session.peer, "peer"], [session.nic, "nic"], [session.memory, "memory"], [drives, "drives"]];
         if (session.direction === "play") stations.reverse();
@@ -465,7 +490,7 @@ function showSessions(state) {
         setText(blocks, countText(now.acknowledged));
         setText(dropped, countText(now.dropped));
         setClass(dropped, "bad", now.dropped > 0);
-        setText(end, now.error ?? "complete");
+        setText(end, [now.error ?? "complete", ...now.warnings].join("; "));
         setClass(end, "bad", Boolean(now.error));
       },
     };
@@ -488,7 +513,7 @@ function showCreation(creation) {
   setClass(get("creation-text"), "bad", Boolean(creation.error));
 }
 
-function recordingRow(lun, stream, heading) {
+function recordingRow(lun, stream, heading, message) {
   return ({ channel, recording: first }) => {
     const name = `recording ${first.number} of ${lun}/${stream}/${channel}`;
     const path = `/luns/${part(lun)}/streams/${part(stream)}/channels/${channel}/recordings/${first.number}`;
@@ -497,7 +522,7 @@ function recordingRow(lun, stream, heading) {
       type: "button",
       class: "danger",
       "aria-label": `Delete ${name}`,
-      onclick: () => remove(name, path, "Its blocks are lost. Its segments are free for other recordings.", heading),
+      onclick: () => remove(name, path, "Its blocks are lost. Its segments are free for other recordings.", heading, message),
     }, "Delete");
     return {
       element: make("tr", {},
@@ -513,6 +538,7 @@ function recordingRow(lun, stream, heading) {
 
 function streamEntry(lun, heading) {
   return (first) => {
+    const message = newMessage();
     const path = `/luns/${part(lun)}/streams/${part(first.name)}`;
     const name = `stream ${lun}/${first.name}`;
     const about = make("p", { class: "hint" });
@@ -533,19 +559,21 @@ function streamEntry(lun, heading) {
       type: "button",
       class: "danger",
       "aria-label": `Delete ${name}`,
-      onclick: () => remove(name, path, "All of its recordings are lost.", heading),
+      onclick: () => remove(name, path, "All of its recordings are lost.", heading, message),
     }, "Delete stream");
     return {
       element: make("li", { class: "card", "data-stream": `${lun}/${first.name}` },
-        make("div", { class: "title" }, make("h4", {}, `Stream ${first.name}`), button), about, table),
+        make("div", { class: "title" }, make("h4", {}, `Stream ${first.name}`), button), message, about, table),
       update(stream) {
-        setText(about, `${plural(stream.channels.length, "channel", "channels")}, blocks of ${sizeText(stream.block_size)}`);
+        const writing = stream.channels.filter((channel) => channel.recordings.some((recording) => recording.writing)).length;
+        const channels = `${plural(stream.channels.length, "channel", "channels")}, blocks of ${sizeText(stream.block_size)}`;
+        setText(about, writing > 0 ? `${channels}, ${plural(writing, "channel", "channels")} being recorded` : channels);
         const recordings = stream.channels.flatMap((channel) =>
           channel.recordings.map((recording) => ({ channel: channel.number, recording })));
         setText(count, plural(recordings.length, "recording", "recordings"));
         setHidden(table, recordings.length === 0);
         const key = ({ channel, recording }) => `${channel}/${recording.number}`;
-        showList(rows, recordings, key, recordingRow(lun, stream.name, heading));
+        showList(rows, recordings, key, recordingRow(lun, stream.name, heading, message));
       },
     };
   };
@@ -586,7 +614,8 @@ function streamForm(lun, done) {
 function lunEntry(first) {
   const title = newId("lun");
   const heading = make("h3", { id: title, tabindex: -1 }, `LUN ${first.name}`);
-  const space = make("p");
+  const message = newMessage();
+  const space = make("p", { class: "space" });
   const meter = make("meter", { min: 0, optimum: 0, "aria-label": `Used space of LUN ${first.name}` });
   const drives = make("p", { class: "hint" });
   const streams = make("ul", { class: "cards streams", role: "list" });
@@ -598,15 +627,15 @@ function lunEntry(first) {
   const button = make("button", {
     type: "button",
     class: "danger",
-    onclick: () => remove(`LUN ${first.name}`, `/luns/${part(first.name)}`, "All of its streams and recordings are lost.", get("luns-title")),
+    onclick: () => remove(`LUN ${first.name}`, `/luns/${part(first.name)}`, "All of its streams and recordings are lost.", get("luns-title"), message),
     "aria-label": `Delete LUN ${first.name}`,
   }, "Delete LUN");
   return {
     element: make("article", { class: "card", "aria-labelledby": title, "data-lun": first.name },
-      make("div", { class: "title" }, heading, button), space, meter, drives, streams, details),
+      make("div", { class: "title" }, heading, button), message, space, meter, drives, streams, details),
     update(lun) {
       const used = lun.total - lun.free;
-      setText(space, `${sizeText(lun.free)} of ${sizeText(lun.total)} free (${Math.floor((100 * lun.free) / lun.total)} %), segments of ${sizeText(lun.segment_size)}`);
+      setText(space, `${partText(lun.free, lun.total)} free (${Math.floor((100 * lun.free) / lun.total)} %), segments of ${sizeText(lun.segment_size)}`);
       meter.max = lun.total;
       meter.high = 0.9 * lun.total;
       meter.value = used;
@@ -669,8 +698,8 @@ function showSummary(state) {
     ["Play", `${rateText(sum(ports, (port) => port.play))} MB/s`],
     ["Sessions", countText(running.length)],
     ["Dropped blocks", countText(dropped)],
-    ["Free space in LUNs", sizeText(sum(state.luns, (lun) => lun.free))],
-    ["Memory", state.memory === "device" ? "of devices" : "of the host"],
+    ["Free space in LUNs", partText(sum(state.luns, (lun) => lun.free), sum(state.luns, (lun) => lun.total))],
+    ["Memory for blocks", state.memory === "device" ? "in devices" : "in the host"],
   ];
   showList(get("summary"), figures, ([name]) => name, ([name]) => {
     const { element, value } = figure(name);
@@ -687,20 +716,134 @@ function showSummary(state) {
   });
 }
 
+/** Returns what a drive's error is about: session, time, and what became of the session. */
+function driveProblem(drive) {
+  const { error } = drive;
+  const name = `${driveName(drive)}${drive.device ? ` at ${drive.folder}` : ""}`;
+  const session = `session ${error.session} (${error.direction} ${error.channel})`;
+  return `Drive ${name} failed in ${session} at ${timeText(error.time)} UTC: ${error.message}; ${error.consequence}`;
+}
+
+/** Returns a button that removes the error of a drive from the page. */
+function acknowledgeButton(number, name, message) {
+  return make("button", {
+    type: "button",
+    "aria-label": `Acknowledge the error of ${name}`,
+    onclick: async () => {
+      try {
+        await send("DELETE", `/drives/${number}/error`);
+        showMessage(message);
+        announce(`The error of ${name} is acknowledged`);
+        // The button is gone, and perhaps the section with it.
+        get("main").focus();
+      } catch (error) {
+        showMessage(message, `Cannot acknowledge the error of ${name}: ${error.message}`);
+      }
+    },
+  }, "Acknowledge");
+}
+
 function showProblems(state) {
   const problems = [
-    ...state.problems.map((text) => `Store: ${text}`),
-    ...state.drives.filter((drive) => drive.error)
-      .map((drive) => `Drive ${driveName(drive)}${drive.device ? ` at ${drive.folder}` : ""}: ${drive.error}`),
+    ...state.problems.map((text) => ({ text: `Store: ${text}` })),
+    ...state.drives.map((drive, number) => ({ drive, number })).filter(({ drive }) => drive.error)
+      .map(({ drive, number }) => ({ text: driveProblem(drive), drive, number })),
     // An error of a session counts until its channel is used again.
     ...[...new Map(state.sessions.map((session) => [`${session.direction} ${sessionChannel(session)}`, session])).values()]
       .filter((session) => session.error)
-      .map((session) => `Session ${session.id}, ${sessionTitle(session)}: ${session.error}`),
+      .map((session) => ({ text: `Session ${session.id}, ${sessionTitle(session)}: ${session.error}` })),
   ];
-  const fresh = problems.filter((text) => !lists.get(get("problem-list"))?.has(text));
+  const list = get("problem-list");
+  const fresh = problems.map(({ text }) => text).filter((text) => !lists.get(list)?.has(text));
   if (fresh.length > 0) announce(`Problem: ${fresh.join("; ")}`);
   setHidden(get("problems"), problems.length === 0);
-  showList(get("problem-list"), problems, (text) => text, (text) => ({ element: make("li", {}, text), update() {} }));
+  showList(list, problems, ({ text }) => text, ({ text, drive, number }) => {
+    const element = make("li", {}, make("span", {}, text));
+    if (drive) element.append(acknowledgeButton(number, driveName(drive), get("problem-message")));
+    return { element, update() {} };
+  });
+}
+
+// --- topology ---------------------------------------------------------------------------------------------------------
+
+// The tree changes rarely, and the used memory of providers is no live figure.
+const TOPOLOGY_AGE = 60000;
+const TOPOLOGY_RETRY = 10000;
+
+/** What the topology shows: its sessions, and when to ask for it again although they are the same. */
+const topology = { key: undefined, until: 0, busy: false };
+
+const roleNames = {
+  "host-bridge": "", "root-port": "", switch: "", port: "", bridge: "", client: "",
+  provider: "memory that p2pmem hands out", memory: "device with memory",
+};
+
+/** Returns a function of the tree with all below it, as an item of a list. */
+function treeItem(node) {
+  const text = [...node.lines, roleNames[node.role], node.warning, node.has_transfer ? "on the path of a session" : ""];
+  const element = make("li", {}, text.filter(Boolean).join(", "));
+  if (node.chosen_for.length > 0) element.append(", ", make("strong", {}, `chosen for ${node.chosen_for.join(", ")}`));
+  if (node.children.length > 0) element.append(make("ul", {}, ...node.children.map(treeItem)));
+  return element;
+}
+
+/** The box of the drawing. It shows the right end, where the devices are, until a person scrolls. */
+const drawing = { box: get("topology-drawing"), atEnd: true, width: 0 };
+
+drawing.box.addEventListener("scroll", () => {
+  const { box } = drawing;
+  // The event can follow a change of the box, which the observer handles next.
+  if (box.clientWidth !== drawing.width) return;
+  drawing.atEnd = box.scrollLeft + box.clientWidth >= box.scrollWidth - 2;
+});
+new ResizeObserver(() => {
+  drawing.width = drawing.box.clientWidth;
+  if (drawing.atEnd) drawing.box.scrollLeft = drawing.box.scrollWidth;
+}).observe(drawing.box);
+
+/** Shows the drawing. It is at the same place of its box as the one before. */
+function drawTopology({ svg, tree, sessions }) {
+  const { box, atEnd } = drawing;
+  const place = box.scrollLeft;
+  const parsed = new DOMParser().parseFromString(svg, "image/svg+xml").documentElement;
+  parsed.setAttribute("aria-label", "PCI topology; the list below has the same content");
+  box.replaceChildren(document.importNode(parsed, true));
+  setHidden(box, false);
+  box.scrollLeft = atEnd ? box.scrollWidth : place;
+  get("topology-list").replaceChildren(...tree.map(treeItem));
+  const paths = sessions.map(({ session, about, drawn }) => ({ session, text: drawn ? about : `${about} (not in the drawing)` }));
+  setHidden(get("no-path"), paths.length > 0);
+  showList(get("topology-paths"), paths, ({ session }) => session, () => {
+    const element = make("li");
+    return { element, update: ({ text }) => setText(element, text) };
+  });
+}
+
+/** Asks for the topology if other sessions run than those that it shows. */
+async function showTopology(state) {
+  const key = state.sessions.filter((session) => session.running).map((session) => session.id).join();
+  const again = state.elapsed > topology.until || state.elapsed < topology.until - TOPOLOGY_AGE;
+  if (topology.busy || (key === topology.key && !again)) return;
+  topology.busy = true;
+  try {
+    const response = await fetch("/api/topology").catch(() => undefined);
+    const answer = await response?.json().catch(() => undefined);
+    if (!response?.ok || !answer) throw new Error(answer?.error ?? "the storage node does not answer");
+    drawTopology(answer);
+    topology.key = answer.sessions.map(({ session }) => session).join();
+    topology.until = state.elapsed + TOPOLOGY_AGE;
+    showMessage(get("topology-message"));
+  } catch (error) {
+    topology.key = key;
+    topology.until = state.elapsed + TOPOLOGY_RETRY;
+    showMessage(get("topology-message"), error.message);
+    // An old drawing would show sessions that have ended.
+    setHidden(get("topology-drawing"), true);
+    get("topology-list").replaceChildren();
+    showList(get("topology-paths"), [], () => undefined, () => undefined);
+  } finally {
+    topology.busy = false;
+  }
 }
 
 function show(state) {
@@ -715,6 +858,7 @@ function show(state) {
   showPorts(state);
   showDrives(state);
   showLuns(state);
+  showTopology(state);
 }
 
 function showConnection(text, bad) {

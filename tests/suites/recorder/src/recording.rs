@@ -299,7 +299,10 @@ fn torn<S: System<File = File>>(store: &Store<S>, number: u64, salt: u64, presen
         let mut played = 0;
         while played < group.len() {
             poll(&mut [PollFd::new(&player, PollFlags::IN)], None)?;
-            for Played { buffer, block, result } in player.progress() {
+            for Played {
+                buffer, block, result, ..
+            } in player.progress()
+            {
                 played += 1;
                 let name = format!("{number}/{}", block.sequence);
                 if let Err(error) = result {

@@ -14,6 +14,8 @@ use std::sync::Arc;
 use anyhow::Result;
 use p2pmem_verbs::{Access, Domain, Segment};
 
+use crate::memory::BlockMemory;
+
 /// The numbers of a vector.
 pub const POINTS: usize = 1024;
 /// Bytes of a vector.
@@ -78,6 +80,12 @@ pub trait Compute {
     ///
     /// The NIC refuses the memory.
     fn register(&self, domain: &Arc<Domain>, access: Access) -> Result<Registered>;
+
+    /// Returns the buffers that drives access, if they can: the outputs of a source, the inputs of a target. The module
+    /// [`local`](crate::local) needs them.
+    fn blocks(&self) -> Option<Arc<BlockMemory>> {
+        None
+    }
 
     /// Starts the work on a buffer. A source generates the signal of `sequence`, and transforms it; a target transforms the
     /// block that the NIC has written.

@@ -17,7 +17,7 @@ use crate::rdma::RegisteredBlocks;
 #[derive(Debug)]
 pub struct Cpu {
     role: Role,
-    /// The memory that the NIC accesses.
+    /// The memory that the NIC or drives access.
     blocks: Arc<BlockMemory>,
     /// The other pool: signals of a source, spectra of a target.
     other: Vec<Vec<f32>>,
@@ -78,6 +78,10 @@ impl Compute for Cpu {
             lkey: first.lkey,
             registration: Box::new(registration),
         })
+    }
+
+    fn blocks(&self) -> Option<Arc<BlockMemory>> {
+        Some(Arc::clone(&self.blocks))
     }
 
     fn start(&mut self, buffer: u32, sequence: u64) -> Result<()> {

@@ -9,13 +9,17 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Remote, Request as WorkRequest, Work};
 
-use super::compute::{Compute, Computed, Registered};
-use super::{longest_wait, reason_of, SessionRequest, Verification, Verifier};
+use super::compute::{Compute, Registered};
+use super::target::Target;
+use super::{reason_of, SessionRequest, Verification};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
 use crate::pace::Pace;
-use crate::rdma::{id, kind, open_nic, wait, Capacity, Endpoint, Kind, MAX_BLOCK};
+use crate::rdma::{id, kind, open_nic, Capacity, Endpoint, Kind, MAX_BLOCK};
 use crate::store::Block;
+use crate::wait::wait;
+
+pub use super::target::Played;
 
 /// What is played.
 #[derive(Debug, Clone)]
@@ -36,29 +40,6 @@ pub struct PlayOptions {
     pub verify: Verification,
 }
 
-/// What was played.
-#[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
-pub struct Played {
-    /// The number of blocks.
-    pub blocks: u64,
-    /// The number of the recording.
-    pub recording: u64,
-    /// The memory that the storage node chose.
-    pub memory: String,
-    /// Bytes of a block.
-    pub block_size: u64,
-    /// The sequence number of the first block.
-    pub first: Option<u64>,
-    /// The sequence number of the last block.
-    pub last: Option<u64>,
-    /// Sequence numbers between two blocks that followed each other, without a block.
-    pub missing: u64,
-    /// Nanoseconds from the start to the last block.
-    pub nanoseconds: u64,
-    /// Blocks whose spectrum was compared with what the processor computes.
-    pub verified: u64,
-}
-
 /// A block that was announced.
 #[derive(Debug, Clone, Copy)]
 struct Announced {
@@ -72,23 +53,19 @@ struct Player<'a> {
     endpoint: Endpoint,
     registered: Registered,
     connection: Connection,
-    compute: &'a mut dyn Compute,
+    target: Target<'a>,
     options: &'a PlayOptions,
     block_size: u64,
     window: Window,
     credits: u32,
-    free: Vec<u32>,
     /// Blocks that wait for a free buffer.
     announced: VecDeque<Announced>,
-    /// What is in each buffer.
+    /// What is read to each buffer.
     content: Vec<Option<Announced>>,
     reading: u32,
-    computing: u32,
     /// The number of announcements, and of blocks that the node says it has announced.
     received: u64,
     end: Option<u64>,
-    result: Played,
-    verifier: Verifier,
 }
 
 /// Plays a recording to its end.
@@ -155,31 +132,22 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
         endpoint,
         registered,
         connection,
-        free: (0..buffers).rev().collect(),
+        target: Target::new(compute, options.repeat, options.verify, recording, memory),
         content: vec![None; buffers as usize],
-        compute,
         options,
         block_size,
         window,
         credits,
         announced: VecDeque::new(),
         reading: 0,
-        computing: 0,
         received: 0,
         end: None,
-        result: Played {
-            recording,
-            memory,
-            block_size,
-            ..Played::default()
-        },
-        verifier: Verifier::new(options.verify, block_size),
     };
     match player.run() {
-        Ok(()) => Ok(player.result),
+        Ok(()) => Ok(player.target.result),
         Err(error) => {
             let reason = reason_of(&mut player.connection, &error);
-            bail!("{reason}; {} blocks were played", player.result.blocks)
+            bail!("{reason}; {} blocks were played", player.target.result.blocks)
         }
     }
 }
@@ -191,8 +159,8 @@ impl Player<'_> {
         let timeout = self.options.session.remote.timeout;
         // A block may have to wait for its turn at the requested rate.
         let timeout = timeout + Pace::new(self.options.rate, self.block_size, started).interval();
-        let (mut completions, mut computed) = (Vec::new(), Vec::new());
-        while self.end != Some(self.result.blocks) {
+        let mut completions = Vec::new();
+        while self.end != Some(self.target.result.blocks) {
             self.endpoint.poll(&mut completions)?;
             let mut progress = !completions.is_empty();
             for completion in &completions {
@@ -203,7 +171,7 @@ impl Player<'_> {
                 }
             }
             progress |= self.start_reads()?;
-            progress |= self.take_work(&mut computed)?;
+            progress |= self.target.take_work()?;
             if let Some(other) = self.connection.try_receive_reply()? {
                 return Err(unexpected(&other).into());
             }
@@ -215,12 +183,11 @@ impl Player<'_> {
                 last_progress.elapsed() <= timeout,
                 "nothing happened for {timeout:?}; {} blocks are read, {} are in computation",
                 self.reading,
-                self.computing
+                self.target.computing()
             );
             self.wait()?;
         }
-        self.result.verified = self.verifier.verified;
-        self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        self.target.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         self.connection.send(&Request::Finish)?;
         match self.connection.receive_reply()? {
             Reply::Finished { .. } => Ok(()),
@@ -239,7 +206,7 @@ impl Player<'_> {
                     "the node announced {bytes} bytes in buffer {buffer}"
                 );
                 self.received += 1;
-                self.in_order(&block)?;
+                self.target.in_order(&block)?;
                 self.announced.push_back(Announced { remote: buffer, block });
                 Ok(())
             }
@@ -256,26 +223,11 @@ impl Player<'_> {
         }
     }
 
-    /// Checks the order of blocks, and counts sequence numbers without a block.
-    fn in_order(&mut self, block: &Block) -> Result<()> {
-        if let Some(last) = self.result.last {
-            if block.sequence <= last {
-                let starts_again = self.options.repeat && self.result.first == Some(block.sequence);
-                ensure!(starts_again, "block {} follows block {last}", block.sequence);
-            } else {
-                self.result.missing += block.sequence - last - 1;
-            }
-        }
-        self.result.first.get_or_insert(block.sequence);
-        self.result.last = Some(block.sequence);
-        Ok(())
-    }
-
     /// Starts to read blocks to free buffers. Returns whether there was any.
     fn start_reads(&mut self) -> Result<bool> {
         let mut progress = false;
         while !self.announced.is_empty() {
-            let Some(buffer) = self.free.pop() else { break };
+            let Some(buffer) = self.target.take_buffer() else { break };
             let Some(announced) = self.announced.pop_front() else {
                 break;
             };
@@ -297,7 +249,9 @@ impl Player<'_> {
 
     /// A block has arrived in a buffer: releases it at the node, and starts the work on it.
     fn read(&mut self, buffer: u32) -> Result<()> {
-        let announced = self.content[buffer as usize].context("a buffer without a block was read")?;
+        let announced = self.content[buffer as usize]
+            .take()
+            .context("a buffer without a block was read")?;
         self.reading -= 1;
         let released = Message::Released {
             buffer: announced.remote,
@@ -305,45 +259,16 @@ impl Player<'_> {
         // The place of the message has the number of the node's buffer, which is not announced again before the release.
         self.endpoint
             .post(&[self.endpoint.message(announced.remote, &released, true)])?;
-        self.compute
-            .start(buffer, announced.block.sequence)
-            .context("starting work of the accelerator")?;
-        self.computing += 1;
-        Ok(())
-    }
-
-    /// Checks blocks on which the work has ended. Returns whether there was any.
-    fn take_work(&mut self, computed: &mut Vec<Computed>) -> Result<bool> {
-        computed.clear();
-        self.compute.poll(computed).context("the accelerator failed")?;
-        for done in computed.iter() {
-            let announced = self.content[done.buffer as usize]
-                .take()
-                .context("work on a buffer without a block")?;
-            let Block { sequence, checksum, .. } = announced.block;
-            ensure!(
-                done.checksum == checksum,
-                "block {sequence} has the checksum {:#010x}, and {checksum:#010x} was recorded",
-                done.checksum
-            );
-            self.verifier
-                .verify(self.compute, done.buffer, self.result.blocks, sequence)?;
-            self.computing -= 1;
-            self.result.blocks += 1;
-            self.free.push(done.buffer);
-        }
-        Ok(!computed.is_empty())
+        self.target.start(buffer, announced.block)
     }
 
     fn wait(&mut self) -> Result<()> {
         if self.endpoint.arm()? {
             return Ok(());
         }
-        let event = self.compute.event();
-        let limit = longest_wait(self.compute, self.computing);
         let mut fds: Vec<BorrowedFd<'_>> = vec![self.endpoint.as_fd(), self.connection.as_fd()];
-        fds.extend(event);
-        wait(&fds, limit)?;
+        fds.extend(self.target.event());
+        wait(&fds, self.target.longest_wait())?;
         self.endpoint.clear_event()
     }
 }

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Request as Work, Work as Operation};
 
-use super::compute::{Compute, Computed, Registered};
-use super::{longest_wait, now, reason_of, SessionRequest, Verification, Verifier};
+use super::compute::{Compute, Registered};
+use super::source::{Source, SourceOptions};
+use super::{now, reason_of, SessionRequest, Verification};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Record, Reply, Request};
-use crate::pace::Pace;
-use crate::rdma::{id, kind, open_nic, wait, Capacity, Endpoint, Kind, MAX_BLOCK};
+use crate::rdma::{id, kind, open_nic, Capacity, Endpoint, Kind, MAX_BLOCK};
 use crate::store::Block;
+use crate::wait::wait;
 
 /// The most storage nodes.
 const MAX_SESSIONS: usize = 64;
@@ -40,11 +41,11 @@ pub struct RecordOptions {
 /// What was recorded.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize)]
 pub struct Recorded {
-    /// Blocks that are durable on all storage nodes that should have them.
+    /// Blocks that are durable on all storage nodes that should have them, or on a drive.
     pub acknowledged: u64,
     /// The number of the recording on each storage node.
     pub recordings: Vec<u64>,
-    /// The memory that each storage node chose.
+    /// The memory that each storage node chose, or that of the accelerator if drives access it.
     pub memory: Vec<String>,
     /// Bytes of a block.
     pub block_size: u64,
@@ -52,7 +53,7 @@ pub struct Recorded {
     pub nanoseconds: u64,
     /// Blocks whose spectrum was compared with what the processor computes.
     pub verified: u64,
-    /// Storage nodes that failed, with the reason. The others have all blocks.
+    /// Storage nodes or drives that failed, with the reason. The others have all blocks that were not acknowledged before.
     pub failed: Vec<String>,
 }
 
@@ -165,24 +166,13 @@ impl Session {
 
 /// The recording program.
 struct Recorder<'a> {
-    compute: &'a mut dyn Compute,
+    source: Source<'a>,
     options: &'a RecordOptions,
     block_size: u64,
     /// `None` for a session that failed.
     sessions: Vec<Option<Session>>,
-    free: Vec<u32>,
-    /// The sequence number of the block in a buffer.
-    sequences: Vec<u64>,
-    next: u64,
-    end: u64,
-    pace: Pace,
-    computing: u32,
-    /// Blocks that are computed, in the order of their sequence numbers.
-    ready: BTreeMap<u64, (u32, Block)>,
-    next_to_send: u64,
     pending: BTreeMap<u64, Pending>,
     result: Recorded,
-    verifier: Verifier,
     last_progress: Instant,
 }
 
@@ -206,14 +196,17 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
         .iter()
         .map(|request| Session::start(request, compute, started));
     let sessions: Vec<Session> = sessions.collect::<Result<_>>()?;
-    let end = options
-        .first
-        .checked_add(options.blocks)
-        .context("the sequence numbers exceed 64 bits")?;
-    let recorder = Recorder {
-        free: (0..compute.buffers()).rev().collect(),
-        sequences: vec![0; compute.buffers() as usize],
+    let source = Source::new(
         compute,
+        SourceOptions {
+            first: options.first,
+            blocks: options.blocks,
+            rate: options.rate,
+            verify: options.verify,
+        },
+    )?;
+    let recorder = Recorder {
+        source,
         options,
         block_size,
         result: Recorded {
@@ -223,14 +216,7 @@ pub fn record(compute: &mut dyn Compute, options: &RecordOptions) -> Result<Reco
             ..Recorded::default()
         },
         sessions: sessions.into_iter().map(Some).collect(),
-        next: options.first,
-        end,
-        pace: Pace::new(options.rate, block_size, Instant::now()),
-        computing: 0,
-        ready: BTreeMap::new(),
-        next_to_send: options.first,
         pending: BTreeMap::new(),
-        verifier: Verifier::new(options.verify, block_size),
         last_progress: Instant::now(),
     };
     recorder.run()
@@ -241,7 +227,7 @@ impl Recorder<'_> {
         let started = Instant::now();
         self.record()
             .with_context(|| format!("{} blocks are acknowledged; recording failed", self.result.acknowledged))?;
-        self.result.verified = self.verifier.verified;
+        self.result.verified = self.source.verified();
         self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         for number in 0..self.sessions.len() {
             if let Err(error) = self.finish(number) {
@@ -253,10 +239,8 @@ impl Recorder<'_> {
 
     /// Records until all blocks are acknowledged.
     fn record(&mut self) -> Result<()> {
-        let mut computed = Vec::new();
-        while self.result.acknowledged < self.options.blocks {
-            let mut progress = self.start_work()?;
-            progress |= self.take_work(&mut computed)?;
+        while self.result.acknowledged < self.source.total() {
+            let mut progress = self.source.advance()?;
             progress |= self.send()?;
             for number in 0..self.sessions.len() {
                 match self.attend(number) {
@@ -285,42 +269,6 @@ impl Recorder<'_> {
         }
     }
 
-    /// Starts the work on free buffers. Returns whether there was any.
-    fn start_work(&mut self) -> Result<bool> {
-        let mut progress = false;
-        while self.next < self.end && self.pace.delay(Instant::now()).is_zero() {
-            let Some(buffer) = self.free.pop() else { break };
-            self.sequences[buffer as usize] = self.next;
-            self.compute
-                .start(buffer, self.next)
-                .context("starting work of the accelerator")?;
-            self.pace.advance(Instant::now());
-            self.next += 1;
-            self.computing += 1;
-            progress = true;
-        }
-        Ok(progress)
-    }
-
-    /// Takes blocks that are computed. Returns whether there was any.
-    fn take_work(&mut self, computed: &mut Vec<Computed>) -> Result<bool> {
-        computed.clear();
-        self.compute.poll(computed).context("the accelerator failed")?;
-        for done in computed.iter() {
-            self.computing -= 1;
-            let sequence = self.sequences[done.buffer as usize];
-            let number = sequence - self.options.first;
-            self.verifier.verify(self.compute, done.buffer, number, sequence)?;
-            let block = Block {
-                sequence,
-                time: now(),
-                checksum: done.checksum,
-            };
-            self.ready.insert(sequence, (done.buffer, block));
-        }
-        Ok(!computed.is_empty())
-    }
-
     /// Returns the sessions that get a block, a bit each; `None` if one of them is not ready.
     fn targets(&self, sequence: u64) -> Option<u64> {
         let all = self.sessions.len();
@@ -341,11 +289,8 @@ impl Recorder<'_> {
     /// Sends blocks in order. Returns whether there was any.
     fn send(&mut self) -> Result<bool> {
         let mut progress = false;
-        while self.ready.contains_key(&self.next_to_send) {
-            let Some(targets) = self.targets(self.next_to_send) else {
-                break;
-            };
-            let Some((buffer, block)) = self.ready.remove(&self.next_to_send) else {
+        while let Some(targets) = self.source.peek().and_then(|sequence| self.targets(sequence)) {
+            let Some((buffer, block)) = self.source.take() else {
                 break;
             };
             let pending = Pending {
@@ -362,7 +307,6 @@ impl Recorder<'_> {
                     self.session_failed(number, &error)?;
                 }
             }
-            self.next_to_send += 1;
             progress = true;
         }
         Ok(progress)
@@ -400,7 +344,7 @@ impl Recorder<'_> {
         let control = session.connection.try_receive_reply();
         // Acknowledgements that arrived count, also if the session has ended.
         for buffer in sent {
-            self.sent(number, self.sequences[buffer as usize]);
+            self.sent(number, self.source.sequence(buffer));
         }
         for sequence in acknowledged {
             self.acknowledged(number, sequence)?;
@@ -419,7 +363,7 @@ impl Recorder<'_> {
         let before = pending.sending;
         pending.sending &= !(1 << number);
         if before != 0 && pending.sending == 0 {
-            self.free.push(pending.buffer);
+            self.source.release(pending.buffer);
             self.forget_if_done(sequence);
         }
     }
@@ -489,11 +433,7 @@ impl Recorder<'_> {
     fn wait(&mut self) -> Result<()> {
         let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
         let timeout = timeout.unwrap_or(Duration::from_secs(30));
-        let delay = match self.free.is_empty() || self.next == self.end {
-            true => Duration::ZERO,
-            false => self.pace.delay(Instant::now()),
-        };
-        if self.last_progress.elapsed() > timeout + self.pace.interval() {
+        if self.last_progress.elapsed() > timeout + self.source.interval() {
             return self.nothing_happens(timeout);
         }
         let mut again = false;
@@ -514,13 +454,8 @@ impl Recorder<'_> {
         for session in self.sessions.iter().flatten() {
             fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
         }
-        let event = self.compute.event();
-        let mut limit = longest_wait(self.compute, self.computing);
-        if !delay.is_zero() {
-            limit = limit.min(delay);
-        }
-        fds.extend(event);
-        wait(&fds, limit)?;
+        fds.extend(self.source.event());
+        wait(&fds, self.source.longest_wait())?;
         for number in 0..self.sessions.len() {
             let cleared = self.sessions[number]
                 .as_mut()
@@ -534,12 +469,11 @@ impl Recorder<'_> {
 
     /// Ends the sessions whose acknowledgements do not come.
     fn nothing_happens(&mut self, timeout: Duration) -> Result<()> {
-        if self.computing > 0 {
-            bail!(
-                "the accelerator did not complete {} blocks within {timeout:?}",
-                self.computing
-            );
-        }
+        let computing = self.source.computing();
+        ensure!(
+            computing == 0,
+            "the accelerator did not complete {computing} blocks within {timeout:?}"
+        );
         for number in 0..self.sessions.len() {
             if let Some(session) = self.sessions[number]
                 .as_ref()

@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::Path;
 use std::sync::Arc;
 
 use super::queue::{Queue, Target};
@@ -21,6 +22,8 @@ pub struct Played {
     pub buffer: usize,
     /// The block. Compare the buffer with its checksum at the receiver.
     pub block: Block,
+    /// The folder of the drive that has the block.
+    pub drive: Arc<Path>,
     /// Whether the block is in the buffer, or the error of the drive.
     pub result: io::Result<()>,
 }
@@ -123,6 +126,7 @@ impl<S: System, Q: Queue<S::File, PlayToken<S::File>>> PlayEngine<S, Q> {
             played.push(Played {
                 buffer,
                 block: location.block,
+                drive: location.drive,
                 result,
             });
         }

@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -47,6 +47,9 @@ pub struct DriveFailure {
     pub drive: PathBuf,
     /// Its error.
     pub error: io::Error,
+    /// The folders of the drives to which the failed drive's blocks go that are not durable. Without one, blocks are not
+    /// recorded.
+    pub remaining: Vec<PathBuf>,
 }
 
 /// What happened since the last call.
@@ -60,6 +63,8 @@ pub struct Progress {
     pub not_recorded: Vec<NotRecorded>,
     /// The drives that failed, each once.
     pub failures: Vec<DriveFailure>,
+    /// The folders of the drives on which the acknowledged blocks are.
+    pub drives: BTreeSet<PathBuf>,
 }
 
 impl Progress {
@@ -67,6 +72,7 @@ impl Progress {
         self.acknowledged.append(&mut other.acknowledged);
         self.not_recorded.append(&mut other.not_recorded);
         self.failures.append(&mut other.failures);
+        self.drives.append(&mut other.drives);
     }
 }
 
@@ -79,6 +85,8 @@ struct Pending {
     block: Block,
     /// Counts the blocks in the order in which they were submitted.
     number: u64,
+    /// The number of the drive in the LUN to which the block goes.
+    member: usize,
 }
 
 /// Records blocks from the buffers of block memory. A block goes to the next drive of the LUN in turn. If a drive fails, its
@@ -200,8 +208,13 @@ impl<S: System, Q: Queue<S::File, RecordToken<S::File>>> RecordEngine<S, Q> {
         }
         use_buffer(&mut self.buffers, &self.memory, buffer)?;
         let number = self.submitted;
-        let pending = Pending { buffer, block, number };
-        match self.start(&pending) {
+        let mut pending = Pending {
+            buffer,
+            block,
+            number,
+            member: 0,
+        };
+        match self.start(&mut pending) {
             Ok(()) => {
                 self.submitted += 1;
                 self.pending.insert(sequence, pending);
@@ -215,8 +228,9 @@ impl<S: System, Q: Queue<S::File, RecordToken<S::File>>> RecordEngine<S, Q> {
     }
 
     /// Starts the write of a block, on any drive that has space.
-    fn start(&mut self, pending: &Pending) -> Result<()> {
+    fn start(&mut self, pending: &mut Pending) -> Result<()> {
         let slot = self.writer.reserve(pending.block)?;
+        pending.member = slot.member();
         let file = Arc::clone(slot.file());
         let to = Target {
             file: &file,
@@ -252,6 +266,7 @@ impl<S: System, Q: Queue<S::File, RecordToken<S::File>>> RecordEngine<S, Q> {
                 progress.failures.push(DriveFailure {
                     drive: drive.to_owned(),
                     error: crate::store::copy_of(error),
+                    remaining: self.writer.working_drives().map(Path::to_owned).collect(),
                 });
             }
         }
@@ -280,10 +295,10 @@ impl<S: System, Q: Queue<S::File, RecordToken<S::File>>> RecordEngine<S, Q> {
 
     /// Writes a block again, which is still in its buffer.
     fn write_again(&mut self, sequence: u64, progress: &mut Progress) {
-        let Some(pending) = self.pending.remove(&sequence) else {
+        let Some(mut pending) = self.pending.remove(&sequence) else {
             return;
         };
-        let result = self.start(&pending);
+        let result = self.start(&mut pending);
         self.pending.insert(sequence, pending);
         if let Err(error) = result {
             self.give_up(sequence, error, progress);
@@ -309,6 +324,10 @@ impl<S: System, Q: Queue<S::File, RecordToken<S::File>>> RecordEngine<S, Q> {
         done.sort_by_key(|pending| pending.number);
         for pending in done {
             self.buffers.remove(&pending.buffer);
+            let drive = self.writer.drive(pending.member);
+            if !progress.drives.contains(drive) {
+                progress.drives.insert(drive.to_owned());
+            }
             progress.acknowledged.push(Acknowledged {
                 buffer: pending.buffer,
                 sequence: pending.block.sequence,

@@ -21,14 +21,16 @@ const BLOCK: u64 = 8192;
 
 /// Files whose payload cannot be written on a drive that is broken: they are open for reading only.
 #[derive(Clone)]
-struct Breaking {
+pub(crate) struct Breaking {
     files: Files,
     broken: PathBuf,
-    is_broken: Arc<AtomicBool>,
+    /// Whether the drive is broken.
+    pub(crate) is_broken: Arc<AtomicBool>,
 }
 
 impl Breaking {
-    fn new(broken: &Path) -> Self {
+    /// Returns files with a drive that can break.
+    pub(crate) fn new(broken: &Path) -> Self {
         Self {
             files: Files::new().cached(true),
             broken: broken.to_owned(),
@@ -181,6 +183,7 @@ fn record<S: System<File = File>>(engine: &mut RecordEngine<S>, sequences: std::
         all.acknowledged.append(&mut progress.acknowledged);
         all.not_recorded.append(&mut progress.not_recorded);
         all.failures.append(&mut progress.failures);
+        all.drives.append(&mut progress.drives);
     }
     assert_eq!(engine.in_flight(), 0);
     all
@@ -206,7 +209,10 @@ fn assert_plays<S: System<File = File>>(store: &Store<S>, recording: u64, sequen
             }
         }
         poll(&mut [PollFd::new(&player, PollFlags::IN)], None).unwrap();
-        for Played { buffer, block, result } in player.progress() {
+        for Played {
+            buffer, block, result, ..
+        } in player.progress()
+        {
             result.unwrap();
             let checksum = memory.checksum(buffer).unwrap();
             assert_eq!(checksum, block.checksum, "block {}", block.sequence);
@@ -305,11 +311,55 @@ fn blocks_of_a_failed_drive_go_to_the_others() {
         .map(|failure| (failure.drive.clone(), failure.error.raw_os_error()))
         .collect();
     assert_eq!(failures, [(drives[1].clone(), Some(9))]);
+    let others = [drives[0].clone(), drives[2].clone()];
+    assert_eq!(progress.failures[0].remaining, others, "the blocks go there");
+    assert!(
+        others.iter().all(|drive| progress.drives.contains(drive)),
+        "{:?}",
+        progress.drives
+    );
     // Once each.
     assert!(record(&mut engine, 30..33).failures.is_empty());
     engine.finish().1.unwrap();
     system.is_broken.store(false, Ordering::SeqCst);
     assert_plays(&store, recording, &(0..33).collect::<Vec<_>>());
+}
+
+#[test]
+fn a_read_that_fails_names_its_drive() {
+    let folder = tempfile::tempdir().unwrap();
+    let drives = drives(&folder, 2);
+    let store = create(&Files::new().cached(true), &drives, 4);
+    let memory = Arc::new(BlockMemory::host(BLOCK, 4).unwrap());
+    let mut engine = RecordEngine::new(store.writer(&channel(), 0).unwrap(), Arc::clone(&memory)).unwrap();
+    let recording = engine.recording();
+    let progress = record(&mut engine, 0..4);
+    assert_eq!(progress.drives.into_iter().collect::<Vec<_>>(), drives);
+    engine.finish().1.unwrap();
+    // The files of the second drive lose their content.
+    let mut folders = vec![drives[1].clone()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else {
+                File::options().write(true).open(path).unwrap().set_len(0).unwrap();
+            }
+        }
+    }
+    let mut player = PlayEngine::new(store.reader(&channel(), recording).unwrap(), memory).unwrap();
+    for sequence in 0..4 {
+        player.fetch(sequence as usize, sequence).unwrap();
+    }
+    let played = player.finish();
+    assert_eq!(played.len(), 4);
+    for block in &played {
+        let fails = *block.drive == drives[1];
+        assert_eq!(block.result.is_err(), fails, "{block:?}");
+        assert!(fails || *block.drive == drives[0], "{block:?}");
+    }
+    assert_eq!(played.iter().filter(|block| block.result.is_err()).count(), 2);
 }
 
 #[test]
@@ -329,6 +379,7 @@ fn without_a_drive_the_blocks_are_returned() {
     result.unwrap();
     assert!(progress.acknowledged.is_empty());
     assert_eq!(progress.failures.len(), 1);
+    assert_eq!((progress.failures[0].remaining.len(), progress.drives.len()), (0, 0));
     let [NotRecorded {
         buffer: 0,
         block: lost,

@@ -4,21 +4,60 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::status::Drive;
+use crate::status::{Drive, DriveError};
 
 /// Bytes of a sector in `/sys/dev/block/*/stat`.
 const SECTOR: u64 = 512;
+
+/// What a drive shows at a moment.
+#[derive(Debug, Clone, Default)]
+pub struct DriveCounters {
+    /// The block device, such as `nvme0n1`.
+    pub device: Option<String>,
+    /// Bytes of the file system.
+    pub size: u64,
+    /// Bytes of the file system that are free.
+    pub free: u64,
+    /// Bytes that the drive has written.
+    pub written: u64,
+    /// Bytes that the drive has read.
+    pub read: u64,
+    /// The number of reads and writes in progress.
+    pub in_flight: u64,
+}
+
+/// Replaces the counters of drives, for tests and examples whose folders are on no drive of their own.
+#[derive(Clone)]
+pub struct SimulatedDrives(Arc<dyn Fn(&Path) -> DriveCounters + Send + Sync>);
+
+impl SimulatedDrives {
+    /// Returns simulated drives. `counters` gets the folder of a drive.
+    pub fn new(counters: impl Fn(&Path) -> DriveCounters + Send + Sync + 'static) -> Self {
+        Self(Arc::new(counters))
+    }
+}
+
+impl std::fmt::Debug for SimulatedDrives {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("SimulatedDrives").finish_non_exhaustive()
+    }
+}
 
 /// The drives of a node.
 #[derive(Debug)]
 pub(super) struct Drives {
     drives: Vec<(PathBuf, Option<BlockDevice>)>,
-    errors: Mutex<BTreeMap<PathBuf, String>>,
+    simulated: Option<SimulatedDrives>,
+    errors: Mutex<BTreeMap<PathBuf, DriveError>>,
+    /// Whether there is an error, so that sessions without errors take no lock.
+    has_errors: AtomicBool,
+    /// The number of errors of each drive.
+    counts: Mutex<BTreeMap<PathBuf, u64>>,
 }
 
 /// A block device, by its folder in sysfs.
@@ -53,37 +92,106 @@ fn parse(text: &str) -> (u64, u64, u64) {
 }
 
 impl Drives {
-    pub(super) fn new(folders: &[PathBuf]) -> Self {
+    pub(super) fn new(folders: &[PathBuf], simulated: Option<SimulatedDrives>) -> Self {
         Self {
             drives: folders
                 .iter()
                 .map(|folder| (folder.clone(), BlockDevice::of(folder)))
                 .collect(),
+            simulated,
             errors: Mutex::default(),
+            has_errors: AtomicBool::new(false),
+            counts: Mutex::default(),
         }
     }
 
-    pub(super) fn failed(&self, folder: &Path, error: &io::Error) {
-        let mut errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
-        errors.insert(folder.to_owned(), error.to_string());
+    fn errors(&self) -> MutexGuard<'_, BTreeMap<PathBuf, DriveError>> {
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn counts(&self) -> MutexGuard<'_, BTreeMap<PathBuf, u64>> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the drive's block device and folder, for people.
+    pub(super) fn describe(&self, folder: &Path) -> String {
+        let found = self.drives.iter().find(|(other, _)| other == folder);
+        match found.and_then(|(folder, device)| self.counters(folder, device.as_ref()).device) {
+            Some(device) => format!("{device} at {}", folder.display()),
+            None => folder.display().to_string(),
+        }
+    }
+
+    /// Returns the folder of the drive that has a file.
+    pub(super) fn of_file(&self, path: &Path) -> Option<&Path> {
+        let folders = self.drives.iter().map(|(folder, _)| folder.as_path());
+        folders
+            .filter(|folder| path.starts_with(folder))
+            .max_by_key(|folder| folder.as_os_str().len())
+    }
+
+    pub(super) fn failed(&self, folder: &Path, error: DriveError) {
+        *self.counts().entry(folder.to_owned()).or_default() += 1;
+        let mut errors = self.errors();
+        errors.insert(folder.to_owned(), error);
+        self.has_errors.store(true, Ordering::Release);
+    }
+
+    /// Removes the error of a drive that `session` used without an error, if it is the error of another session. Returns
+    /// whether there was one.
+    pub(super) fn worked(&self, folder: &Path, session: u64) -> bool {
+        if !self.has_errors.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut errors = self.errors();
+        if errors.get(folder).is_none_or(|error| error.session == session) {
+            return false;
+        }
+        errors.remove(folder);
+        self.has_errors.store(!errors.is_empty(), Ordering::Release);
+        true
+    }
+
+    /// Removes the error of the drive with this number, in the order of the configuration. Returns whether there was one.
+    pub(super) fn acknowledge(&self, number: usize) -> bool {
+        let mut errors = self.errors();
+        let removed = self.drives.get(number).and_then(|(folder, _)| errors.remove(folder));
+        self.has_errors.store(!errors.is_empty(), Ordering::Release);
+        removed.is_some()
+    }
+
+    fn counters(&self, folder: &Path, device: Option<&BlockDevice>) -> DriveCounters {
+        if let Some(simulated) = &self.simulated {
+            return (simulated.0)(folder);
+        }
+        let (read, written, in_flight) = device.map_or((0, 0, 0), BlockDevice::counters);
+        // Without an answer of the file system, no space is known.
+        let (size, free) = rustix::fs::statvfs(folder).map_or((0, 0), |space| {
+            (space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
+        });
+        DriveCounters {
+            device: device.map(|device| device.name.clone()),
+            size,
+            free,
+            written,
+            read,
+            in_flight,
+        }
     }
 
     pub(super) fn status(&self) -> Vec<Drive> {
-        let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        let (errors, counts) = (self.errors().clone(), self.counts().clone());
         let drive = |(folder, device): &(PathBuf, Option<BlockDevice>)| {
-            let (read, written, in_flight) = device.as_ref().map_or((0, 0, 0), BlockDevice::counters);
-            // Without an answer of the file system, no space is known.
-            let (size, free) = rustix::fs::statvfs(folder).map_or((0, 0), |space| {
-                (space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize)
-            });
+            let counters = self.counters(folder, device.as_ref());
             Drive {
                 folder: folder.clone(),
-                size,
-                free,
-                device: device.as_ref().map(|device| device.name.clone()),
-                written,
-                read,
-                in_flight,
+                size: counters.size,
+                free: counters.free,
+                device: counters.device,
+                written: counters.written,
+                read: counters.read,
+                in_flight: counters.in_flight,
+                errors: counts.get(folder).copied().unwrap_or(0),
                 error: errors.get(folder).cloned(),
             }
         };
@@ -94,11 +202,65 @@ impl Drives {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::Direction;
 
     #[test]
     fn counters_are_parsed() {
         let text = "  101 0 2048 15 7 3 4096 22 5 40 37 0 0 0 0 0 0\n";
         assert_eq!(parse(text), (2048 * 512, 4096 * 512, 5));
         assert_eq!(parse(""), (0, 0, 0));
+    }
+
+    fn error(session: u64) -> DriveError {
+        DriveError {
+            session,
+            direction: Direction::Record,
+            channel: "fast/radar/0".into(),
+            time: 1_700_000_000,
+            message: "Input/output error".into(),
+            consequence: "the recording ends".into(),
+        }
+    }
+
+    #[test]
+    fn an_error_stays_until_another_session_succeeds_on_the_drive_or_a_person_acknowledges_it() {
+        let folders = ["/mnt/a", "/mnt/b"].map(PathBuf::from);
+        let drives = Drives::new(&folders, None);
+        let sessions = || -> Vec<Option<u64>> {
+            let drives = drives.status();
+            drives
+                .iter()
+                .map(|drive| drive.error.as_ref().map(|error| error.session))
+                .collect()
+        };
+        assert!(!drives.worked(&folders[0], 1) && !drives.acknowledge(0));
+        drives.failed(&folders[0], error(7));
+        drives.failed(&folders[1], error(8));
+        assert!(!drives.worked(&folders[0], 7), "the same session");
+        assert_eq!(sessions(), [Some(7), Some(8)]);
+        assert!(drives.worked(&folders[0], 9));
+        assert_eq!(sessions(), [None, Some(8)], "the error of the other drive stays");
+        assert!(!drives.acknowledge(0) && !drives.acknowledge(2));
+        assert!(drives.acknowledge(1));
+        assert_eq!(sessions(), [None, None]);
+        assert!(!drives.worked(&folders[1], 9));
+        drives.failed(&folders[1], error(9));
+        assert_eq!(sessions(), [None, Some(9)]);
+    }
+
+    #[test]
+    fn drives_are_named_by_device_and_folder_and_found_by_their_files() {
+        let folders = ["/mnt/a", "/mnt/a/b"].map(PathBuf::from);
+        let counters = |folder: &Path| DriveCounters {
+            device: folder.ends_with("b").then(|| "nvme1n1".into()),
+            ..DriveCounters::default()
+        };
+        let drives = Drives::new(&folders, Some(SimulatedDrives::new(counters)));
+        assert_eq!(drives.describe(&folders[0]), "/mnt/a");
+        assert_eq!(drives.describe(&folders[1]), "nvme1n1 at /mnt/a/b");
+        assert_eq!(drives.describe(Path::new("/mnt/c")), "/mnt/c");
+        assert_eq!(drives.of_file(Path::new("/mnt/a/b/c")), Some(folders[1].as_path()));
+        assert_eq!(drives.of_file(Path::new("/mnt/a/c")), Some(folders[0].as_path()));
+        assert_eq!(drives.of_file(Path::new("/mnt/ab")), None);
     }
 }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::changes::Changes;
-use crate::status::{Direction, Limit, Session};
+use crate::status::{Counters, Direction, Limit, Session, SessionDevices, Totals};
 use crate::store::ChannelName;
 
 /// The number of ended sessions that stay in the status. Sessions that run at the same time can make it more, until the next
@@ -30,6 +30,8 @@ pub struct SessionOptions {
     pub nic: String,
     /// The memory that was chosen, for people.
     pub memory: String,
+    /// The PCI functions between which the payload moves.
+    pub devices: SessionDevices,
     /// Bytes of a block.
     pub block_size: u64,
     /// The number of buffers.
@@ -47,6 +49,7 @@ struct Entry {
     limit: AtomicU8,
     stop: AtomicBool,
     running: AtomicBool,
+    warnings: Mutex<Vec<String>>,
     error: Mutex<Option<String>>,
 }
 
@@ -67,6 +70,7 @@ impl Entry {
             peer: self.options.peer.clone(),
             nic: self.options.nic.clone(),
             memory: self.options.memory.clone(),
+            devices: self.options.devices.clone(),
             started: self.started,
             blocks,
             acknowledged,
@@ -84,9 +88,45 @@ impl Entry {
                 _ => Limit::Rate,
             },
             running,
+            warnings: locked(&self.warnings).clone(),
             error: locked(&self.error).clone(),
         }
     }
+
+    /// Adds the counters of the session to totals.
+    fn add_to(&self, totals: &mut Totals, ended: bool) {
+        let status = self.status();
+        let bytes = |blocks: u64| blocks.saturating_mul(status.block_size);
+        let was_stopped = self.stop.load(Ordering::Relaxed);
+        // A session drops its blocks when it ends.
+        let dropped = if ended {
+            status.blocks.saturating_sub(status.acknowledged)
+        } else {
+            0
+        };
+        let counters = Counters {
+            sessions: 1,
+            failed: u64::from(ended && status.error.is_some() && !was_stopped),
+            blocks: status.blocks,
+            bytes: bytes(status.blocks),
+            acknowledged: status.acknowledged,
+            acknowledged_bytes: bytes(status.acknowledged),
+            dropped,
+            dropped_bytes: bytes(dropped),
+        };
+        let direction = self.options.direction;
+        *totals.nics.entry((direction, self.options.nic.clone())).or_default() += counters;
+        *totals
+            .channels
+            .entry((direction, self.options.channel.clone()))
+            .or_default() += counters;
+    }
+}
+
+/// Returns the time in seconds since 1970.
+pub(super) fn now() -> u64 {
+    let time = SystemTime::now().duration_since(UNIX_EPOCH);
+    time.map_or(0, |time| time.as_secs())
 }
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -97,13 +137,15 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Table {
     next: u64,
     entries: BTreeMap<u64, Arc<Entry>>,
+    /// The counters of the sessions that have ended.
+    ended: Totals,
     stopping: bool,
 }
 
 /// All sessions that run, and the latest that ended.
 #[derive(Debug, Default)]
 pub(super) struct Sessions {
-    table: Mutex<Table>,
+    table: Arc<Mutex<Table>>,
 }
 
 impl Sessions {
@@ -114,15 +156,14 @@ impl Sessions {
         let entry = Arc::new(Entry {
             id,
             options,
-            started: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |time| time.as_secs()),
+            started: now(),
             blocks: AtomicU64::new(0),
             acknowledged: AtomicU64::new(0),
             in_flight: AtomicU32::new(0),
             limit: AtomicU8::new(0),
             stop: AtomicBool::new(table.stopping),
             running: AtomicBool::new(true),
+            warnings: Mutex::default(),
             error: Mutex::new(None),
         });
         table.entries.insert(id, Arc::clone(&entry));
@@ -142,6 +183,7 @@ impl Sessions {
         changes.notify();
         SessionHandle {
             entry,
+            table: Arc::clone(&self.table),
             changes: Arc::clone(changes),
         }
     }
@@ -175,6 +217,18 @@ impl Sessions {
         }
     }
 
+    /// Returns the counters of all sessions.
+    pub(super) fn totals(&self) -> Totals {
+        let table = locked(&self.table);
+        let mut totals = table.ended.clone();
+        for entry in table.entries.values() {
+            if entry.running.load(Ordering::Acquire) {
+                entry.add_to(&mut totals, false);
+            }
+        }
+        totals
+    }
+
     pub(super) fn status(&self) -> Vec<Session> {
         locked(&self.table)
             .entries
@@ -188,6 +242,7 @@ impl Sessions {
 #[derive(Debug)]
 pub struct SessionHandle {
     entry: Arc<Entry>,
+    table: Arc<Mutex<Table>>,
     changes: Arc<Changes>,
 }
 
@@ -195,6 +250,16 @@ impl SessionHandle {
     /// Returns the number of the session.
     pub fn id(&self) -> u64 {
         self.entry.id
+    }
+
+    /// Returns what the session does.
+    pub fn options(&self) -> &SessionOptions {
+        &self.entry.options
+    }
+
+    /// Adds something that a person should know, and that does not end the session.
+    pub fn warn(&self, text: impl Into<String>) {
+        locked(&self.entry.warnings).push(text.into());
     }
 
     /// Counts a block that arrived, or that the other side has read.
@@ -233,7 +298,11 @@ impl SessionHandle {
 impl Drop for SessionHandle {
     fn drop(&mut self) {
         self.entry.in_flight.store(0, Ordering::Relaxed);
+        // Both under one lock: a session counts once, as one that runs or as one that has ended.
+        let mut table = locked(&self.table);
+        self.entry.add_to(&mut table.ended, true);
         self.entry.running.store(false, Ordering::Release);
+        drop(table);
         self.changes.notify();
     }
 }

@@ -3,62 +3,28 @@
 //! A playback session of the node: blocks are read from the drives, announced, and read by the other side by RDMA.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::io;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address};
+use rustix::io::Errno;
 
-use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{check_block_size, next_request, reason, Ended, Port};
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
+use crate::control::{unexpected, Connection, Play, Reply, Request, Window};
 use crate::engine::PlayEngine;
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
 use crate::pace::Pace;
-use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::rdma::{kind, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::session::{check_rate, open_recording, Cursor};
 use crate::status::{Direction, Limit};
-use crate::store::{Block, ChannelName, Files, Reader};
-
-/// Which blocks follow.
-struct Cursor {
-    first: Option<Block>,
-    next: Option<Block>,
-    repeat: bool,
-    left: u64,
-}
-
-impl Cursor {
-    fn new(reader: &Reader<Files>, request: &Play) -> Self {
-        let first = match request.start {
-            Start::First => reader.next(..),
-            Start::Block(sequence) => reader.next(sequence..),
-            Start::Time(time) => reader.at_time(time..),
-        };
-        Self {
-            first,
-            next: first,
-            repeat: request.repeat,
-            left: request.blocks.unwrap_or(u64::MAX),
-        }
-    }
-
-    /// Returns the next block, if any follows.
-    fn peek(&self) -> Option<Block> {
-        self.next.filter(|_| self.left > 0)
-    }
-
-    /// Goes on behind the block that [`Cursor::peek`] returned.
-    fn advance(&mut self, reader: &Reader<Files>) {
-        let Some(block) = self.next else { return };
-        self.left -= 1;
-        self.next = block.sequence.checked_add(1).and_then(|next| reader.next(next..));
-        if self.next.is_none() && self.repeat {
-            self.next = self.first;
-        }
-    }
-}
+use crate::store::{Block, ChannelName, Error as StoreError, Files};
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// A playback session. Message *n* and buffer *n* belong to one block at a time.
 struct Playback<'a> {
@@ -96,22 +62,11 @@ pub(super) fn play(
     port: &Port,
     request: &Play,
 ) -> Result<Ended> {
-    let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
-    let block_size = node.check_block_size(&name, request.block_size)?;
-    ensure!(request.rate != Some(0), "a rate of 0 bytes in a second plays nothing");
-    let number = match request.recording {
-        Some(number) => number,
-        None => {
-            let latest = node.store().recordings(&name)?.last().map(|recording| recording.number);
-            latest.with_context(|| format!("channel {name} has no recording"))?
-        }
-    };
-    let reader = node.store().reader(&name, number)?;
-    let cursor = Cursor::new(&reader, request);
-    ensure!(
-        cursor.first.is_some(),
-        "recording {name}/{number} has no block at or after the requested start"
-    );
+    let name = ChannelName::from(&request.channel);
+    let block_size = check_block_size(node, &name, request.block_size)?;
+    check_rate(request.rate)?;
+    let (number, reader) = open_recording(node.store(), &name, request.recording)?;
+    let cursor = Cursor::new(&reader, request.start, request.blocks, request.repeat)?;
     let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
     let endpoint = Endpoint::new(
@@ -127,7 +82,8 @@ pub(super) fn play(
     let access = Access::LOCAL_WRITE | Access::REMOTE_READ;
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, access)?;
     let (address, rkey) = registered.window();
-    let memory = node.describe_memory(&blocks);
+    let memory = blocks.describe();
+    let devices = node.devices_of(&name, port, &blocks);
     let engine = PlayEngine::new(reader, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Play,
@@ -136,6 +92,7 @@ pub(super) fn play(
         peer: peer.to_owned(),
         nic: port.nic.name().to_owned(),
         memory: memory.clone(),
+        devices,
         block_size,
         buffers,
     });
@@ -257,7 +214,8 @@ impl Playback<'_> {
         while self.is_ready && !self.free.is_empty() && self.pace.delay(Instant::now()).is_zero() {
             let Some(block) = self.cursor.peek() else { break };
             let Some(buffer) = self.free.pop() else { break };
-            self.engine.fetch(buffer as usize, block.sequence)?;
+            let fetched = self.engine.fetch(buffer as usize, block.sequence);
+            fetched.map_err(|error| not_read(self.node, &self.handle, error, block.sequence))?;
             self.cursor.advance(self.engine.reader());
             self.pace.advance(Instant::now());
             self.order.push_back(buffer);
@@ -272,9 +230,16 @@ impl Playback<'_> {
         let progress = !done.is_empty();
         for fetched in done {
             let block = fetched.block;
-            fetched
-                .result
-                .with_context(|| format!("reading block {} from its drive", block.sequence))?;
+            if let Err(error) = fetched.result {
+                return Err(read_failed(
+                    self.node,
+                    &self.handle,
+                    &fetched.drive,
+                    block.sequence,
+                    error,
+                ));
+            }
+            self.node.drive_worked(&self.handle, &fetched.drive);
             self.read.insert(fetched.buffer as u32, block);
         }
         Ok(progress)
@@ -350,97 +315,75 @@ impl Playback<'_> {
     }
 }
 
+/// Returns the reason why a playback ends whose drive did not read a block, with the drive. The node gets the error of the
+/// drive.
+fn read_failed(node: &Node, session: &SessionHandle, drive: &Path, sequence: u64, error: io::Error) -> anyhow::Error {
+    let what = format!("reading block {sequence} from the drive {}", node.describe_drive(drive));
+    // The memory of the buffer is gone. This is no failure of the drive.
+    if Errno::from_io_error(&error) != Some(Errno::FAULT) {
+        node.drive_failed(
+            session,
+            drive,
+            &error,
+            &format!("block {sequence} is not read, and the playback ends"),
+        );
+    }
+    anyhow::Error::from(error).context(what)
+}
+
+/// Returns the reason why a playback ends that could not begin to read a block.
+fn not_read(node: &Node, session: &SessionHandle, error: StoreError, sequence: u64) -> anyhow::Error {
+    match error {
+        StoreError::Io { path, source, .. } if node.drive_of(&path).is_some() => {
+            let drive = node.drive_of(&path).unwrap_or(&path);
+            read_failed(node, session, drive, sequence, source)
+        }
+        error => anyhow::Error::from(error).context(format!("reading block {sequence}")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::control::ChannelRequest;
-    use crate::store::{LunOptions, Store, StreamOptions};
-
-    /// Returns a recording of the blocks 10, 11, and 15, with the times 100, 110, and 150.
-    fn recording(folder: &std::path::Path) -> Reader<Files> {
-        use std::os::unix::fs::FileExt;
-
-        let files = Files::new().cached(true);
-        Store::prepare(&files, folder).unwrap();
-        let store = Store::open(files, [folder]).unwrap();
-        let lun = LunOptions::new([folder]).segment_size(1 << 20).segments(1);
-        store.create_lun("fast", &lun).unwrap();
-        store.create_stream("fast", "radar", &StreamOptions::new(4096)).unwrap();
-        let name = ChannelName::new("fast", "radar", 0);
-        let mut writer = store.writer(&name, 0).unwrap();
-        for sequence in [10, 11, 15] {
-            let block = Block {
-                sequence,
-                time: 10 * sequence,
-                checksum: 0,
-            };
-            writer
-                .write(block, |file, offset| file.write_all_at(&[0; 4096], offset))
-                .unwrap();
-        }
-        assert_eq!(writer.commit().acknowledged.len(), 3);
-        store.reader(&name, writer.recording()).unwrap()
-    }
-
-    fn played(reader: &Reader<Files>, start: Start, blocks: Option<u64>, repeat: bool) -> Vec<u64> {
-        let request = Play {
-            channel: ChannelRequest {
-                lun: "fast".into(),
-                stream: "radar".into(),
-                channel: 0,
-            },
-            port: 0,
-            recording: None,
-            start,
-            blocks,
-            repeat,
-            rate: None,
-            block_size: 4096,
-            address: address(),
-            buffers: 1,
-        };
-        let mut cursor = Cursor::new(reader, &request);
-        let mut all = Vec::new();
-        while let Some(block) = cursor.peek() {
-            all.push(block.sequence);
-            cursor.advance(reader);
-        }
-        all
-    }
-
-    fn address() -> Address {
-        Address {
-            link: p2pmem_verbs::Link::Infiniband,
-            lid: 1,
-            gid: [0; 16],
-            qpn: 1,
-            psn: 1,
-            mtu: 4096,
-            reads: 1,
-        }
-    }
+    use crate::serve::setup::tests::{node, session};
 
     #[test]
-    fn cursor_seeks_limits_and_repeats() {
-        let folder = tempfile::tempdir().unwrap();
-        let reader = recording(folder.path());
-        for (start, blocks, repeat, expected) in [
-            (Start::First, None, false, vec![10, 11, 15]),
-            (Start::First, Some(2), false, vec![10, 11]),
-            (Start::First, Some(0), false, vec![]),
-            (Start::Block(11), None, false, vec![11, 15]),
-            (Start::Block(12), None, false, vec![15]),
-            (Start::Block(16), None, false, vec![]),
-            (Start::Time(101), None, false, vec![11, 15]),
-            (Start::Time(151), None, false, vec![]),
-            (Start::First, Some(7), true, vec![10, 11, 15, 10, 11, 15, 10]),
-            (Start::Block(11), Some(3), true, vec![11, 15, 11]),
-        ] {
-            assert_eq!(
-                played(&reader, start, blocks, repeat),
-                expected,
-                "{start:?} {blocks:?} {repeat}"
-            );
-        }
+    fn the_reason_of_a_playback_that_ends_names_the_drive() {
+        let (folder, node) = node();
+        let drive = folder.path().join("nvme1");
+        let session = node.begin_session(session(Direction::Play));
+        let name = format!("nvme1n1 at {}", drive.display());
+        let revoked = read_failed(&node, &session, &drive, 5, io::Error::from_raw_os_error(14));
+        assert!(reason(&revoked).contains("Bad address"), "{revoked:#}");
+        assert_eq!(
+            node.status().drives[1].error,
+            None,
+            "revoked memory is no failure of the drive"
+        );
+
+        let error = read_failed(&node, &session, &drive, 5, io::Error::from_raw_os_error(5));
+        let expected = format!("reading block 5 from the drive {name}: Input/output error (os error 5)");
+        assert_eq!(reason(&error), expected);
+        let opening = StoreError::Io {
+            what: "opening",
+            path: drive.join("p2pmem-recorder/segment"),
+            source: io::Error::from_raw_os_error(5),
+        };
+        assert_eq!(reason(&not_read(&node, &session, opening, 5)), expected);
+        let status = node.status();
+        let error = status.drives[1].error.clone().unwrap();
+        assert_eq!((error.session, error.direction), (session.id(), Direction::Play));
+        assert!(error.consequence.contains("block 5 is not read"), "{error:?}");
+        assert!(status.sessions[0].warnings[0].contains(&name));
+        assert_eq!(status.drives[0].error, None);
+
+        let missing = StoreError::NotFound {
+            what: "block",
+            name: "5".into(),
+        };
+        assert_eq!(
+            reason(&not_read(&node, &session, missing, 5)),
+            "reading block 5: there is no block 5"
+        );
     }
 }

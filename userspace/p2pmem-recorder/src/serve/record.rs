@@ -10,15 +10,16 @@ use std::time::Instant;
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Address, Nic};
 
-use super::setup::{next_request, reason, Ended, Port, CHECK_INTERVAL};
+use super::setup::{check_block_size, next_request, reason, Ended, Port};
 use crate::control::message::{Message, MAX_ACKNOWLEDGED};
 use crate::control::{unexpected, Connection, Record, Reply, Request};
-use crate::engine::RecordEngine;
+use crate::engine::{Progress, RecordEngine};
 use crate::memory::BlockMemory;
 use crate::node::{Node, SessionHandle, SessionOptions};
-use crate::rdma::{kind, wait, Capacity, Endpoint, Kind, RegisteredBlocks};
+use crate::rdma::{kind, Capacity, Endpoint, Kind, RegisteredBlocks};
 use crate::status::{Direction, Limit};
-use crate::store::{Block, ChannelName, Files};
+use crate::store::{Block, ChannelName, Error as StoreError, Files};
+use crate::wait::{wait, CHECK_INTERVAL};
 
 /// A recording session.
 ///
@@ -51,8 +52,8 @@ pub(super) fn record(
     port: &Port,
     request: &Record,
 ) -> Result<Ended> {
-    let name = ChannelName::new(&request.channel.lun, &request.channel.stream, request.channel.channel);
-    let block_size = node.check_block_size(&name, request.block_size)?;
+    let name = ChannelName::from(&request.channel);
+    let block_size = check_block_size(node, &name, request.block_size)?;
     let nic: &Arc<Nic> = &port.nic;
     let buffers = node.options().buffers.min(request.buffers.max(1));
     let blocks = Arc::new(node.memory_for(&name, port, block_size, buffers)?);
@@ -69,7 +70,8 @@ pub(super) fn record(
     let registered = RegisteredBlocks::new(endpoint.domain(), &blocks, Access::LOCAL_WRITE)?;
     let writer = node.store().writer(&name, request.started)?;
     let recording = writer.recording();
-    let memory = node.describe_memory(&blocks);
+    let memory = blocks.describe();
+    let devices = node.devices_of(&name, port, &blocks);
     let engine = RecordEngine::new(writer, Arc::clone(&blocks)).context("starting io_uring")?;
     let handle = node.begin_session(SessionOptions {
         direction: Direction::Record,
@@ -78,6 +80,7 @@ pub(super) fn record(
         peer: peer.to_owned(),
         nic: nic.name().to_owned(),
         memory: memory.clone(),
+        devices,
         block_size,
         buffers,
     });
@@ -116,11 +119,12 @@ impl Recording<'_> {
         }
         let (done, finished) = self.engine.finish();
         self.handle.acknowledged(done.acknowledged.len() as u64);
-        for failure in &done.failures {
-            self.node.drive_failed(&failure.drive, &failure.error);
-        }
+        note_drives(self.node, &self.handle, &done);
         result?;
-        finished.context("ending the recording")?;
+        if let Err(error) = finished.context("ending the recording") {
+            self.handle.failed(reason(&error));
+            return Err(error);
+        }
         Ok(Ended { blocks: self.recorded })
     }
 
@@ -236,15 +240,13 @@ impl Recording<'_> {
 
     fn submit(&mut self, buffer: u32, block: Block) -> Result<()> {
         let submitted = self.engine.submit(buffer as usize, block);
-        submitted.with_context(|| format!("recording block {}", block.sequence))
+        submitted.map_err(|error| not_recorded(self.node, error, block.sequence))
     }
 
     /// Handles what the drives have completed. Returns whether there was anything.
     fn collect(&mut self) -> Result<bool> {
         let done = self.engine.progress();
-        for failure in &done.failures {
-            self.node.drive_failed(&failure.drive, &failure.error);
-        }
+        note_drives(self.node, &self.handle, &done);
         let progress = !done.acknowledged.is_empty() || !done.failures.is_empty();
         self.handle.acknowledged(done.acknowledged.len() as u64);
         for block in &done.acknowledged {
@@ -255,7 +257,7 @@ impl Recording<'_> {
             self.post_receives(block.buffer as u32)?;
         }
         if let Some(refused) = done.not_recorded.into_iter().next() {
-            return Err(refused.error).with_context(|| format!("recording block {}", refused.block.sequence));
+            return Err(not_recorded(self.node, refused.error, refused.block.sequence));
         }
         Ok(progress)
     }
@@ -283,5 +285,108 @@ impl Recording<'_> {
             Some(other) => return Err(unexpected(&other).into()),
         }
         Ok(true)
+    }
+}
+
+/// Reports to the node which drives recorded blocks, and which failed.
+fn note_drives(node: &Node, session: &SessionHandle, done: &Progress) {
+    for drive in &done.drives {
+        node.drive_worked(session, drive);
+    }
+    for failure in &done.failures {
+        let others: Vec<String> = failure
+            .remaining
+            .iter()
+            .map(|drive| node.describe_drive(drive))
+            .collect();
+        let consequence = if others.is_empty() {
+            "no other drive of the LUN is left, so the recording ends".to_owned()
+        } else {
+            let others = others.join(", ");
+            format!("its blocks that were not durable, and those that follow, go to {others}")
+        };
+        node.drive_failed(session, &failure.drive, &failure.error, &consequence);
+    }
+}
+
+/// Returns the reason why a block is not recorded, with the drive if one failed.
+fn not_recorded(node: &Node, error: StoreError, sequence: u64) -> anyhow::Error {
+    let what = match &error {
+        StoreError::DrivesFailed { drive, .. } => {
+            format!("recording block {sequence} on the drive {}", node.describe_drive(drive))
+        }
+        _ => format!("recording block {sequence}"),
+    };
+    anyhow::Error::from(error).context(what)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::DriveFailure;
+    use crate::serve::setup::tests::{node, session};
+
+    #[test]
+    fn a_failed_drive_is_named_with_what_becomes_of_its_blocks() {
+        let (folder, node) = node();
+        let drives = ["nvme0", "nvme1"].map(|name| folder.path().join(name));
+        let session = node.begin_session(session(Direction::Record));
+        let failed = |drive: usize, remaining: &[usize]| Progress {
+            failures: vec![DriveFailure {
+                drive: drives[drive].clone(),
+                error: std::io::Error::from_raw_os_error(5),
+                remaining: remaining.iter().map(|drive| drives[*drive].clone()).collect(),
+            }],
+            ..Progress::default()
+        };
+        note_drives(&node, &session, &failed(1, &[0]));
+        note_drives(&node, &session, &failed(0, &[]));
+        let status = node.status();
+        let warnings = &status.sessions[0].warnings;
+        for (text, words) in warnings.iter().zip([
+            [
+                format!("nvme1n1 at {}", drives[1].display()),
+                format!("go to nvme0n1 at {}", drives[0].display()),
+            ],
+            [
+                format!("nvme0n1 at {}", drives[0].display()),
+                "the recording ends".into(),
+            ],
+        ]) {
+            assert!(words.iter().all(|word| text.contains(word)), "{text}: {words:?}");
+            assert!(text.contains("Input/output error"), "{text}");
+        }
+        assert_eq!(warnings.len(), 2);
+        // A block of another session on a drive removes the drive's error.
+        let next = node.begin_session(super::super::setup::tests::session(Direction::Record));
+        let worked = Progress {
+            drives: [drives[1].clone()].into(),
+            ..Progress::default()
+        };
+        note_drives(&node, &next, &worked);
+        let errors = node.status().drives.into_iter().map(|drive| drive.error.is_some());
+        assert_eq!(errors.collect::<Vec<_>>(), [true, false]);
+    }
+
+    #[test]
+    fn the_reason_of_a_recording_that_ends_names_the_drive() {
+        let (folder, node) = node();
+        let drive = folder.path().join("nvme1");
+        let error = StoreError::DrivesFailed {
+            lun: "fast".into(),
+            drive: drive.clone(),
+            source: std::io::Error::from_raw_os_error(5),
+        };
+        let text = reason(&not_recorded(&node, error, 7));
+        let start = format!(
+            "recording block 7 on the drive nvme1n1 at {}: all drives of LUN fast failed",
+            drive.display()
+        );
+        assert!(text.starts_with(&start), "{text}");
+        let full = not_recorded(&node, StoreError::Full { lun: "fast".into() }, 7);
+        assert_eq!(
+            reason(&full),
+            "recording block 7: LUN fast is full; delete recordings, or use another LUN"
+        );
     }
 }

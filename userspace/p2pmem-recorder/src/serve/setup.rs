@@ -3,7 +3,6 @@
 //! What sessions of both directions need: a NIC, buffers, and limits.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::{Client, Device};
@@ -13,11 +12,9 @@ use crate::control::{printable, Connection, Error as ControlError, Request, MAX_
 use crate::memory::{drives_of, BlockMemory};
 use crate::node::Node;
 use crate::rdma::{open_nic, MAX_BLOCK};
-use crate::status::MemoryKind;
+use crate::session;
+use crate::status::{MemoryKind, SessionDevices};
 use crate::store::ChannelName;
-
-/// The most time between two looks at what has no event, such as a request to stop.
-pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// A NIC of the node.
 #[derive(Debug, Clone)]
@@ -48,26 +45,17 @@ pub(super) struct Ended {
     pub(super) blocks: u64,
 }
 
-impl Node {
-    /// Returns the bytes of a block of the stream, which must be those that the other side has.
-    pub(super) fn check_block_size(&self, name: &ChannelName, block_size: u64) -> Result<u64> {
-        let streams = self.store().streams(&name.lun)?;
-        let stream = streams.iter().find(|stream| stream.name == name.stream);
-        let stream = stream.with_context(|| format!("there is no stream {}/{}", name.lun, name.stream))?;
-        ensure!(
-            stream.block_size == block_size,
-            "stream {}/{} has blocks of {} bytes, not {block_size}",
-            name.lun,
-            name.stream,
-            stream.block_size
-        );
-        ensure!(
-            block_size <= MAX_BLOCK,
-            "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
-        );
-        Ok(block_size)
-    }
+/// Returns the bytes of a block of the stream, which must be those that the other side has.
+pub(super) fn check_block_size(node: &Node, name: &ChannelName, block_size: u64) -> Result<u64> {
+    session::check_block_size(node.store(), name, block_size)?;
+    ensure!(
+        block_size <= MAX_BLOCK,
+        "blocks of {block_size} bytes cannot be sent; a block has at most {MAX_BLOCK} bytes"
+    );
+    Ok(block_size)
+}
 
+impl Node {
     /// Allocates the buffers of a session: device memory near the NIC and the drives of the LUN, or host memory if the
     /// administrator requested it.
     pub(super) fn memory_for(
@@ -82,13 +70,7 @@ impl Node {
             return Ok(BlockMemory::host(block_size, count)?);
         }
         let mut clients = vec![port.client.clone()];
-        for (folder, _) in self.store().lun(&name.lun)?.drives {
-            for client in drives_of(&folder)? {
-                if !clients.contains(&client) {
-                    clients.push(client);
-                }
-            }
-        }
+        clients.extend(self.drives_of_lun(name)?);
         let names: Vec<String> = clients.iter().map(|client| client.name().to_owned()).collect();
         let device = Device::open()?;
         let memory = BlockMemory::near(&device, clients, None, block_size, count);
@@ -100,17 +82,27 @@ impl Node {
         })
     }
 
-    /// Describes the memory of a session for people.
-    pub(super) fn describe_memory(&self, blocks: &BlockMemory) -> String {
-        match (blocks.provider(), blocks.buffer()) {
-            (Some(provider), Some(buffer)) => {
-                let path = buffer
-                    .class()
-                    .map(|class| format!(", path to the farthest device: {class}"));
-                format!("{}{}", provider.addr, path.unwrap_or_default())
+    /// Returns the drives of a LUN, each once.
+    fn drives_of_lun(&self, name: &ChannelName) -> Result<Vec<Client>> {
+        let mut clients = Vec::new();
+        for (folder, _) in self.store().lun(&name.lun)?.drives {
+            for client in drives_of(&folder)? {
+                if !clients.contains(&client) {
+                    clients.push(client);
+                }
             }
-            (None, Some(buffer)) => format!("provider {}", buffer.provider()),
-            _ => "host memory".into(),
+        }
+        Ok(clients)
+    }
+
+    /// Returns the PCI functions between which the payload of a session moves. Drives that are on no PCI function are left
+    /// out.
+    pub(super) fn devices_of(&self, name: &ChannelName, port: &Port, blocks: &BlockMemory) -> SessionDevices {
+        let drives = self.drives_of_lun(name).unwrap_or_default();
+        SessionDevices {
+            nic: Some(port.client.addr()),
+            memory: blocks.provider().map(|provider| provider.addr),
+            drives: drives.iter().map(Client::addr).collect(),
         }
     }
 }
@@ -126,4 +118,41 @@ pub(super) fn next_request(connection: &mut Connection, what: &str) -> Result<Op
 /// Returns the text of an error without control characters, which words of the other side may have.
 pub(super) fn reason(error: &anyhow::Error) -> String {
     printable(&format!("{error:#}"), MAX_REASON)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::node::{DriveCounters, NodeOptions, SessionOptions, SimulatedDrives};
+    use crate::status::Direction;
+
+    /// Returns a node with the drives `nvme0n1` at `nvme0` and `nvme1n1` at `nvme1` of a folder.
+    pub(crate) fn node() -> (tempfile::TempDir, Arc<Node>) {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = ["nvme0", "nvme1"].map(|name| folder.path().join(name));
+        for drive in &drives {
+            std::fs::create_dir(drive).unwrap();
+        }
+        let mut options = NodeOptions::new("test", drives);
+        options.cached = true;
+        options.simulated = Some(SimulatedDrives::new(|folder| DriveCounters {
+            device: folder.file_name().map(|name| format!("{}n1", name.to_string_lossy())),
+            ..DriveCounters::default()
+        }));
+        (folder, Node::open(options).unwrap())
+    }
+
+    pub(crate) fn session(direction: Direction) -> SessionOptions {
+        SessionOptions {
+            direction,
+            channel: ChannelName::new("fast", "radar", 0),
+            recording: 0,
+            peer: "accelerators".into(),
+            nic: "mlx5_0".into(),
+            memory: "host memory".into(),
+            devices: SessionDevices::default(),
+            block_size: 4096,
+            buffers: 8,
+        }
+    }
 }

@@ -22,6 +22,7 @@ const ZEROS: usize = 4 << 20;
 pub struct Files {
     direct: bool,
     flush: bool,
+    sparse: bool,
 }
 
 impl Default for Files {
@@ -37,6 +38,7 @@ impl Files {
         Self {
             direct: true,
             flush: false,
+            sparse: false,
         }
     }
 
@@ -51,6 +53,12 @@ impl Files {
     /// without direct I/O.
     pub fn cached(mut self, cached: bool) -> Self {
         self.direct = !cached;
+        self
+    }
+
+    /// Creates files without allocating their bytes. Only for simulations: writes to such files allocate, and can fail.
+    pub fn sparse(mut self, sparse: bool) -> Self {
+        self.sparse = sparse;
         self
     }
 
@@ -103,6 +111,9 @@ impl System for Files {
             .create_new(true)
             .custom_flags(self.direct_flag().bits() as i32)
             .open(path)?;
+        if self.sparse {
+            return file.set_len(size);
+        }
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, size) {
             // The zeros below allocate.
             Ok(()) | Err(rustix::io::Errno::OPNOTSUPP) => {}

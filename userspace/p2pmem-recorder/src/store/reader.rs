@@ -4,6 +4,7 @@
 
 use std::collections::VecDeque;
 use std::ops::{RangeBounds, RangeInclusive};
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::{Context, Error, Result};
@@ -23,6 +24,8 @@ pub struct Location<F> {
     pub length: u64,
     /// The block. Compare the payload with its checksum at the receiver.
     pub block: Block,
+    /// The folder of the drive.
+    pub drive: Arc<Path>,
     _recording: Arc<Recording>,
 }
 
@@ -30,8 +33,9 @@ pub struct Location<F> {
 /// each block from its acknowledgement on.
 pub struct Reader<S: System> {
     shared: Arc<Shared<S>>,
+    name: String,
     recording: Arc<Recording>,
-    files: VecDeque<(u32, Arc<S::File>)>,
+    files: VecDeque<(u32, Arc<S::File>, Arc<Path>)>,
 }
 
 fn block(sequence: u64, stored: &Stored) -> Block {
@@ -46,12 +50,19 @@ impl<S: System> Reader<S> {
     pub(crate) fn new(shared: &Arc<Shared<S>>, name: &ChannelName, number: u64) -> Result<Self> {
         let state = shared.state();
         let recording = state.channel(name)?.recordings.get(&number);
-        let recording = recording.ok_or_else(|| not_found("recording", &format!("{name}/{number}")))?;
+        let name = format!("{name}/{number}");
+        let recording = recording.ok_or_else(|| not_found("recording", &name))?;
         Ok(Self {
             shared: Arc::clone(shared),
             recording: Arc::clone(recording),
+            name,
             files: VecDeque::new(),
         })
+    }
+
+    /// Returns the name, as LUN/STREAM/CHANNEL/NUMBER.
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     /// Returns the bytes of a block.
@@ -116,6 +127,14 @@ impl<S: System> Reader<S> {
         gaps.map(|pair| pair[0] + 1..=pair[1] - 1).collect()
     }
 
+    /// Returns the folder of the drive that has a block, if it is recorded.
+    pub fn drive(&self, sequence: u64) -> Option<PathBuf> {
+        let content = self.recording.read();
+        let stored = content.blocks.get(&sequence)?;
+        let path = &content.segments[stored.segment as usize];
+        self.shared.drives.iter().find(|drive| path.starts_with(drive)).cloned()
+    }
+
     /// Returns where the payload of a block is.
     ///
     /// # Errors
@@ -127,16 +146,22 @@ impl<S: System> Reader<S> {
         let stored = stored.ok_or_else(|| not_found("block", &sequence.to_string()))?;
         let path = content.segments[stored.segment as usize].clone();
         drop(content);
-        let open = self.files.iter().find(|(segment, _)| *segment == stored.segment);
-        let file = match open {
-            Some((_, file)) => Arc::clone(file),
+        let open = self.files.iter().find(|(segment, ..)| *segment == stored.segment);
+        let (file, drive) = match open {
+            Some((_, file, drive)) => (Arc::clone(file), Arc::clone(drive)),
             None => {
                 let file = Arc::new(self.shared.system.open(&path).context("opening", &path)?);
                 if self.files.len() == OPEN_FILES {
                     self.files.pop_front();
                 }
-                self.files.push_back((stored.segment, Arc::clone(&file)));
-                file
+                let drives = self.shared.drives.iter().map(PathBuf::as_path);
+                let drive = drives
+                    .filter(|drive| path.starts_with(drive))
+                    .max_by_key(|drive| drive.as_os_str().len());
+                let drive: Arc<Path> = drive.unwrap_or(&path).into();
+                self.files
+                    .push_back((stored.segment, Arc::clone(&file), Arc::clone(&drive)));
+                (file, drive)
             }
         };
         Ok(Location {
@@ -144,6 +169,7 @@ impl<S: System> Reader<S> {
             offset: self.recording.geometry.slot_offset(stored.slot),
             length: self.block_size(),
             block: block(sequence, &stored),
+            drive,
             _recording: Arc::clone(&self.recording),
         })
     }

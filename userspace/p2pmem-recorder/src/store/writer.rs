@@ -52,6 +52,11 @@ impl<F> Slot<F> {
     pub fn block(&self) -> Block {
         self.block
     }
+
+    /// Returns the number of the drive in the LUN.
+    pub(crate) fn member(&self) -> usize {
+        self.member
+    }
 }
 
 /// Blocks that a drive did not record.
@@ -182,6 +187,17 @@ impl<S: System> Writer<S> {
     /// Returns the bytes of a block.
     pub fn block_size(&self) -> u64 {
         self.recording.geometry.block_size
+    }
+
+    /// Returns the folder of a drive of the LUN.
+    pub(crate) fn drive(&self, member: usize) -> &Path {
+        &self.members[member].1
+    }
+
+    /// Returns the folders of the drives that this writer still uses.
+    pub(crate) fn working_drives(&self) -> impl Iterator<Item = &Path> {
+        let members = self.members.iter().zip(&self.failed);
+        members.filter_map(|((_, drive), error)| error.is_none().then_some(drive.as_path()))
     }
 
     /// Returns the folders of the drives that failed while this writer used them.

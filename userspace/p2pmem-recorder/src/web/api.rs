@@ -20,7 +20,7 @@ use tokio::sync::{oneshot, OwnedSemaphorePermit};
 
 use super::app::App;
 use super::error::ApiError;
-use super::{events, guard};
+use super::{events, guard, topology};
 use crate::node::Node;
 use crate::store::{self, ChannelName, LunOptions, StreamOptions};
 
@@ -37,6 +37,8 @@ pub(super) fn routes(app: &Arc<App>) -> Router<Arc<App>> {
         .route("/luns/{lun}/streams/{stream}", delete(delete_stream))
         .route(recording, delete(delete_recording))
         .route("/sessions/{session}/stop", post(stop_session))
+        .route("/drives/{drive}/error", delete(acknowledge_error))
+        .route("/topology", get(topology))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(app), guard::require_login))
@@ -198,4 +200,27 @@ async fn stop_session(State(app): State<Arc<App>>, Named(session): Named<u64>) -
             format!("no session {session} runs; it may have ended already"),
         ))
     }
+}
+
+/// Removes the error of a drive from the state, because a person knows it.
+async fn acknowledge_error(State(app): State<Arc<App>>, Named(drive): Named<usize>) -> Answer {
+    if app.node.acknowledge_drive_error(drive) {
+        Ok(StatusCode::NO_CONTENT.into_response())
+    } else {
+        Err(ApiError::new(
+            StatusCode::NOT_FOUND,
+            format!(
+                "there is no drive {drive} with an error; another session may have used the drive without an error"
+            ),
+        ))
+    }
+}
+
+/// Returns the topology. One request at a time reads it.
+async fn topology(State(app): State<Arc<App>>) -> Answer {
+    let turn = Arc::clone(&app.topology);
+    let _turn = turn.lock().await;
+    let task = tokio::task::spawn_blocking(move || topology::draw(&app.machine, &app.node));
+    let json = task.await.map_err(ApiError::internal)??;
+    Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
 }

@@ -5,9 +5,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{watch, Semaphore};
+use tokio::sync::{watch, Mutex, Semaphore};
 
 use super::auth::Auth;
+use super::topology::Machine;
 use crate::node::Node;
 
 /// The latest state as JSON.
@@ -30,6 +31,7 @@ pub struct WebOptions {
     pub(super) login: Duration,
     /// After so long, an address may fail to log in once more.
     pub(super) interval: Duration,
+    pub(super) machine: Machine,
 }
 
 impl std::fmt::Debug for WebOptions {
@@ -47,6 +49,7 @@ impl WebOptions {
             token: token.into(),
             login: Duration::from_secs(12 * 60 * 60),
             interval: Duration::from_secs(6),
+            machine: Machine::default(),
         }
     }
 
@@ -54,6 +57,13 @@ impl WebOptions {
     #[must_use]
     pub fn login_lasts(mut self, time: Duration) -> Self {
         self.login = time;
+        self
+    }
+
+    /// Sets the machine whose PCI tree the pages show, for tests. Without this call, it is the machine of the program.
+    #[must_use]
+    pub fn machine(mut self, machine: Machine) -> Self {
+        self.machine = machine;
         self
     }
 }
@@ -66,6 +76,9 @@ pub(super) struct App {
     pub(super) snapshots: Snapshots,
     pub(super) streams: Arc<Semaphore>,
     pub(super) changes: Arc<Semaphore>,
+    pub(super) machine: Machine,
+    /// Locked while a topology is read.
+    pub(super) topology: Arc<Mutex<()>>,
 }
 
 impl App {
@@ -77,6 +90,8 @@ impl App {
             snapshots,
             streams: Arc::new(Semaphore::new(MAX_STREAMS)),
             changes: Arc::new(Semaphore::new(MAX_CHANGES)),
+            machine: options.machine.clone(),
+            topology: Arc::default(),
         })
     }
 }

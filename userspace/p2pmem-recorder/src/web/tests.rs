@@ -159,6 +159,7 @@ fn session() -> SessionOptions {
         peer: "accelerators".into(),
         nic: "mlx5_0".into(),
         memory: "host memory".into(),
+        devices: Default::default(),
         block_size: 4096,
         buffers: 8,
     }
@@ -230,6 +231,8 @@ fn every_path_of_the_interface_needs_a_login() {
         ("DELETE", "/api/luns/fast/streams/radar"),
         ("DELETE", recording),
         ("POST", "/api/sessions/0/stop"),
+        ("GET", "/api/topology"),
+        ("DELETE", "/api/drives/0/error"),
         ("GET", "/api/unknown"),
     ];
     for (method, path) in requests {
@@ -496,9 +499,15 @@ fn events_have_the_state_and_its_changes() {
         (&state["sessions"][0]["blocks"], &state["sessions"][0]["in_flight"]),
         (&1.into(), &5.into())
     );
+    let error = std::io::Error::from_raw_os_error(5);
     bed.node
-        .drive_failed(bed.folder.path(), &std::io::Error::from_raw_os_error(5));
-    events.find(|state| state["drives"][0]["error"].is_string()).unwrap();
+        .drive_failed(&running, bed.folder.path(), &error, "the recording ends");
+    let state = events.find(|state| state["drives"][0]["error"].is_object()).unwrap();
+    assert_eq!(state["drives"][0]["error"]["channel"], "fast/radar/0");
+    assert!(state["sessions"][0]["warnings"][0]
+        .as_str()
+        .unwrap()
+        .contains("Input/output error"));
     drop(running);
     let state = events.find(|state| state["sessions"][0]["running"] == false).unwrap();
     assert_eq!(state["sessions"][0]["dropped"], 1);
@@ -621,4 +630,102 @@ fn a_stream_of_a_lun_is_created_by_its_options() {
     let status: serde_json::Value = serde_json::from_str(&bed.call("GET", "/api/status", "").body).unwrap();
     assert_eq!(status["luns"][0]["streams"][0]["name"], "a");
     assert!(status["drives"][0]["free"].as_u64() > Some(0));
+}
+
+#[test]
+fn the_error_of_a_drive_is_acknowledged_once() {
+    let bed = Bed::new();
+    let running = bed.node.begin_session(session());
+    let reason = bed.call("DELETE", "/api/drives/0/error", "").error(404);
+    assert!(reason.contains("no drive 0 with an error"), "{reason}");
+    let error = std::io::Error::from_raw_os_error(5);
+    bed.node
+        .drive_failed(&running, bed.folder.path(), &error, "the recording ends");
+    bed.call("DELETE", "/api/drives/1/error", "").error(404);
+    bed.call("DELETE", "/api/drives/x/error", "").error(400);
+    assert_eq!(bed.call("DELETE", "/api/drives/0/error", "").status, 204);
+    assert_eq!(bed.node.status().drives[0].error, None);
+    bed.call("DELETE", "/api/drives/0/error", "").error(404);
+}
+
+/// Returns a machine with a switch, an accelerator, a NIC, and a drive.
+fn machine(root: &std::path::Path) -> super::Machine {
+    let port = "pci0000:00/0000:00:01.0";
+    for (path, class) in [
+        (port.to_owned(), "0x060400"),
+        (format!("{port}/0000:03:00.0"), "0x120000"),
+        (format!("{port}/0000:04:00.0"), "0x020000"),
+        (format!("{port}/0000:05:00.0"), "0x010802"),
+    ] {
+        let files = [("vendor", "0x1de5"), ("device", "0x0001"), ("class", class)];
+        p2pmem::fake::write_pci_function(&root.join("sys"), &path, &files).unwrap();
+    }
+    let fake = p2pmem::fake::Fake::new().provider("0000:03:00.0".parse().unwrap(), 1 << 20);
+    super::Machine::new(root, move || Ok(fake.device()))
+}
+
+#[test]
+fn the_topology_shows_the_paths_of_running_sessions() {
+    let root = tempfile::tempdir().unwrap();
+    let bed = Bed::with(&WebOptions::new(TOKEN).machine(machine(root.path())));
+    let topology = || -> serde_json::Value {
+        let reply = bed.call("GET", "/api/topology", "");
+        assert_eq!(
+            (reply.status, reply.header("content-type")),
+            (200, Some("application/json"))
+        );
+        serde_json::from_str(&reply.body).unwrap()
+    };
+    let all = topology();
+    assert_eq!(all["sessions"], serde_json::json!([]));
+    assert_eq!(all["tree"][0]["role"], "host-bridge");
+    assert!(!all["svg"].as_str().unwrap().contains("chosen"));
+
+    let mut options = session();
+    options.devices = crate::status::SessionDevices {
+        nic: Some("0000:04:00.0".parse().unwrap()),
+        memory: Some("0000:03:00.0".parse().unwrap()),
+        drives: vec!["0000:05:00.0".parse().unwrap()],
+    };
+    let ended = bed.node.begin_session(options.clone());
+    drop(ended);
+    let running = bed.node.begin_session(options.clone());
+    options.direction = Direction::Play;
+    let playing = bed.node.begin_session(options);
+    // Host memory is in no drawing.
+    let host = bed.node.begin_session(session());
+    let all = topology();
+    let about = |number: usize| all["sessions"][number]["about"].as_str().unwrap();
+    assert_eq!(
+        about(0),
+        "Session 1, record fast/radar/0: mlx5_0 → memory of 0000:03:00.0 → 0000:05:00.0"
+    );
+    assert_eq!(
+        about(1),
+        "Session 2, play fast/radar/0: 0000:05:00.0 → memory of 0000:03:00.0 → mlx5_0"
+    );
+    assert_eq!(
+        about(2),
+        "Session 3, record fast/radar/0: mlx5_0 → host memory → the drives of LUN fast"
+    );
+    assert_eq!(all["sessions"][2]["drawn"], false);
+    assert!(all["svg"].as_str().unwrap().contains("chosen for session 1, session 2"));
+    let accelerator = &all["tree"][0]["children"][0]["children"][0];
+    assert_eq!(accelerator["chosen_for"], serde_json::json!(["session 1", "session 2"]));
+    drop((running, playing, host));
+    assert_eq!(topology()["sessions"], serde_json::json!([]));
+}
+
+#[test]
+fn a_machine_without_providers_or_a_pci_bus_has_a_reason() {
+    let root = tempfile::tempdir().unwrap();
+    drop(machine(root.path()));
+    let closed = super::Machine::new(root.path(), || p2pmem::Device::open_path("/nonexistent/p2pmem"));
+    let bed = Bed::with(&WebOptions::new(TOKEN).machine(closed));
+    let reply = bed.call("GET", "/api/topology", "");
+    assert!(reply.body.contains("The providers are unknown: "), "{reply:?}");
+    let none = super::Machine::new("/nonexistent", || p2pmem::Device::open_path("/nonexistent/p2pmem"));
+    let bed = Bed::with(&WebOptions::new(TOKEN).machine(none));
+    let reason = bed.call("GET", "/api/topology", "").error(500);
+    assert!(reason.starts_with("cannot read the topology: "), "{reason}");
 }

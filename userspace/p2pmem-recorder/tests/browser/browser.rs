@@ -19,6 +19,7 @@ const BOUND: Duration = Duration::from_secs(60);
 pub const TAB: &str = "\u{E004}";
 pub const ENTER: &str = "\u{E007}";
 pub const ESCAPE: &str = "\u{E00C}";
+pub const LEFT: &str = "\u{E012}";
 const SHIFT: char = '\u{E008}';
 const END: char = '\u{E010}';
 const HOME: char = '\u{E011}';
@@ -118,6 +119,8 @@ impl Browser {
         let mut arguments = vec![
             "--headless=new".to_owned(),
             "--disable-gpu".to_owned(),
+            // Characters without colored edges, which pictures show.
+            "--disable-lcd-text".to_owned(),
             "--disable-dev-shm-usage".to_owned(),
             "--no-first-run".to_owned(),
             "--window-size=1200,1000".to_owned(),
@@ -243,12 +246,27 @@ impl Browser {
         self.driver.call("POST", "/goog/cdp/execute", &body).unwrap()
     }
 
-    /// Writes a picture of the whole page to `build/reports/recorder-NAME.png`.
-    pub async fn screenshot(&self, name: &str) {
+    /// Writes a picture of an element to `build/reports/recorder-NAME.png`.
+    pub async fn picture(&self, name: &str, element: &str) {
+        let area = format!(
+            "(() => {{ const area = {element}.getBoundingClientRect(); return [0, area.top + scrollY - 12, innerWidth, area.height + 24] }})()"
+        );
+        self.capture(name, &area).await;
+    }
+
+    /// Writes a picture from the top of an element to the top of another one.
+    pub async fn picture_between(&self, name: &str, first: &str, next: &str) {
+        let area = format!(
+            "(() => {{ const top = (part) => part.getBoundingClientRect().top + scrollY; return [0, top({first}), innerWidth, top({next}) - top({first})] }})()"
+        );
+        self.capture(name, &area).await;
+    }
+
+    async fn capture(&self, name: &str, area: &str) {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../build/reports");
         std::fs::create_dir_all(&folder).unwrap();
-        let size = self.value("[innerWidth, document.documentElement.scrollHeight]").await;
-        let clip = json!({"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1});
+        let area = self.value(area).await;
+        let clip = json!({"x": area[0], "y": area[1], "width": area[2], "height": area[3], "scale": 1});
         let picture = self.devtools(
             "Page.captureScreenshot",
             json!({"captureBeyondViewport": true, "clip": clip}),

@@ -1,33 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! The drawing of a machine: host bridges, switches, devices with memory, and clients, as an SVG document.
-//!
-//! [`tree`] has what is drawn, [`layout`] where, and [`svg`] how.
-
-mod layout;
-mod svg;
-mod tree;
 
 use std::path::Path as FsPath;
 
 use anyhow::Context as _;
-use p2pmem::inventory::{Inventory, MemoryDevice};
-use p2pmem::{devices_in, Client, Holder, PciAddr, Provider};
+use p2pmem::inventory::Inventory;
+use p2pmem::{devices_in, Client};
+use p2pmem_drawing::{Drawing, Scene};
 
 use crate::computed::{Access, Computed};
 use crate::{Context, Outcome, UsageError};
-
-/// What a drawing shows.
-struct Scene {
-    /// Lines below the title.
-    notes: Vec<String>,
-    providers: Vec<Provider>,
-    /// The holders of the providers' buffers; none if this user may not list them.
-    holders: Option<Vec<(PciAddr, Holder)>>,
-    /// Devices with memory that are not providers.
-    memory_devices: Vec<MemoryDevice>,
-    clients: Vec<Client>,
-}
 
 /// Draws the machine with these clients. Writes the drawing to a file, or to the output if the file is `-`.
 pub(super) fn draw(context: &mut Context<'_>, clients: &[Client], file: &FsPath) -> anyhow::Result<Outcome> {
@@ -36,8 +19,7 @@ pub(super) fn draw(context: &mut Context<'_>, clients: &[Client], file: &FsPath)
     }
     let (scene, advice) = scene(context, clients)?;
     let devices = devices_in(&context.environment.path("sys"))?;
-    let roots = tree::roots(&context.environment.path("sys"), &devices, &scene);
-    let drawing = svg::document(&layout::layout(&roots, &scene.notes));
+    let drawing = Drawing::new(&context.environment.path("sys"), &devices, &scene).svg();
     if file == FsPath::new("-") {
         write!(context.out, "{drawing}")?;
     } else {
@@ -91,6 +73,7 @@ fn scene(context: &Context<'_>, clients: &[Client]) -> anyhow::Result<(Scene, Op
         holders,
         memory_devices,
         clients: clients.to_vec(),
+        transfers: Vec::new(),
     };
     Ok((scene, advice))
 }

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-use super::layout::{layout, Layout, Rect};
 use super::*;
 use std::fs;
 use std::path::Path;
 
 use p2pmem::fake::{write_pci_function, Fake};
-use p2pmem::{Device, Request};
+use p2pmem::{Device, PciAddr, Request};
+use p2pmem_drawing::layout::{Layout, Rect};
 
 use crate::environment::Environment;
 
@@ -128,7 +128,7 @@ impl Machine {
             .map(p2pmem::PciDevice::client)
             .collect();
         let ((scene, _), ..) = self.with(|context| scene(context, &clients).unwrap());
-        layout(&tree::roots(&sys, &devices, &scene), &scene.notes)
+        Drawing::new(&sys, &devices, &scene).layout
     }
 
     /// Returns the document, and the messages.

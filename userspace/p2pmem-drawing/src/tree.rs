@@ -8,7 +8,7 @@ use std::path::Path as FsPath;
 use p2pmem::inventory::{Availability, MemoryDevice};
 use p2pmem::{short_size, Holder, PciAddr, PciDevice, Port, PortKind, Provider, Walk};
 
-use super::Scene;
+use crate::Scene;
 
 /// The most holders of one provider that are named.
 const MAX_HOLDERS: usize = 3;
@@ -16,8 +16,10 @@ const MAX_HOLDERS: usize = 3;
 const NOT_IN_SYSFS: &str = "not in sysfs";
 
 /// The role of a node.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Role {
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Role {
+    /// The root of a tree.
     HostBridge,
     /// A port of the root complex.
     RootPort,
@@ -36,18 +38,41 @@ pub(super) enum Role {
 }
 
 /// A function, or a host bridge.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Node {
-    pub(super) role: Role,
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct Node {
+    /// The function; none for a host bridge.
+    pub addr: Option<PciAddr>,
+    /// The role.
+    pub role: Role,
     /// Whether the device does bulk DMA.
-    pub(super) is_client: bool,
+    pub is_client: bool,
     /// The lines of text. The first one is the name.
-    pub(super) lines: Vec<String>,
+    pub lines: Vec<String>,
     /// A property that needs attention.
-    pub(super) warning: Option<&'static str>,
+    pub warning: Option<&'static str>,
     /// Used bytes and size of a provider's memory.
-    pub(super) usage: Option<(u64, u64)>,
-    pub(super) children: Vec<Node>,
+    pub usage: Option<(u64, u64)>,
+    /// The names of the transfers for which the memory of the device was chosen.
+    pub chosen_for: Vec<String>,
+    /// Whether a transfer passes the link above the function.
+    pub has_transfer: bool,
+    /// The functions below.
+    pub children: Vec<Node>,
+}
+
+impl Node {
+    /// Returns whether a function is the node's, or below.
+    fn has(&self, addr: PciAddr) -> bool {
+        self.addr == Some(addr) || self.children.iter().any(|child| child.has(addr))
+    }
+
+    /// Marks the links that the hops pass: those with one end of a hop below them.
+    fn mark(&mut self, hops: &[(PciAddr, PciAddr)]) {
+        self.has_transfer = hops.iter().any(|(from, to)| self.has(*from) != self.has(*to));
+        for child in &mut self.children {
+            child.mark(hops);
+        }
+    }
 }
 
 /// Functions below a bus, by address.
@@ -59,14 +84,18 @@ struct Below {
 }
 
 /// Returns the host bridges above the functions of a scene, in the order of their names.
-pub(super) fn roots(sys: &FsPath, devices: &[PciDevice], scene: &Scene) -> Vec<Node> {
+pub(crate) fn roots(sys: &FsPath, devices: &[PciDevice], scene: &Scene) -> Vec<Node> {
     let providers = scene.providers.iter().map(|provider| provider.addr);
     let memory = scene
         .memory_devices
         .iter()
         .map(|memory_device| memory_device.device.addr);
     let clients = scene.clients.iter().map(p2pmem::Client::addr);
-    let mut all: Vec<_> = providers.chain(memory).chain(clients).collect();
+    let transfers = scene.transfers.iter().flat_map(|transfer| {
+        let ends = transfer.sources.iter().chain(&transfer.targets).copied();
+        ends.chain([transfer.memory])
+    });
+    let mut all: Vec<_> = providers.chain(memory).chain(clients).chain(transfers).collect();
     all.sort();
     all.dedup();
     let mut buses: BTreeMap<String, (Option<u32>, Below)> = BTreeMap::new();
@@ -102,19 +131,29 @@ pub(super) fn roots(sys: &FsPath, devices: &[PciDevice], scene: &Scene) -> Vec<N
         Node {
             lines,
             children: children(below, &leaf),
-            ..node(Role::HostBridge)
+            ..node(None, Role::HostBridge)
         }
     });
-    hosts.collect()
+    let mut hosts: Vec<_> = hosts.collect();
+    let hops: Vec<_> = scene.transfers.iter().flat_map(crate::Transfer::hops).collect();
+    for host in &mut hosts {
+        host.mark(&hops);
+        // A host bridge has no link above.
+        host.has_transfer = false;
+    }
+    hosts
 }
 
-fn node(role: Role) -> Node {
+fn node(addr: Option<PciAddr>, role: Role) -> Node {
     Node {
+        addr,
         role,
         is_client: false,
         lines: Vec::new(),
         warning: None,
         usage: None,
+        chosen_for: Vec::new(),
+        has_transfer: false,
         children: Vec::new(),
     }
 }
@@ -148,7 +187,7 @@ fn bridge(port: &Port, children: Vec<Node>) -> Node {
         lines,
         warning: (port.acs_redirect == Some(true)).then_some("redirects by ACS"),
         children,
-        ..node(role)
+        ..node(Some(port.addr), role)
     }
 }
 
@@ -209,11 +248,13 @@ fn device(addr: PciAddr, bandwidth: Option<u32>, devices: &[PciDevice], scene: &
         }
         (None, None) => Role::Client,
     };
+    let chosen_for = scene.transfers.iter().filter(|transfer| transfer.memory == addr);
     Node {
         is_client: client.is_some() || found.is_some_and(PciDevice::is_likely_client),
         lines,
         usage: provider.map(|provider| (provider.size.saturating_sub(provider.free), provider.size)),
-        ..node(role)
+        chosen_for: chosen_for.map(|transfer| transfer.name.clone()).collect(),
+        ..node(Some(addr), role)
     }
 }
 

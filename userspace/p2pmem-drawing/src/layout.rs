@@ -5,7 +5,12 @@
 //! A box of a bridge is as high as everything below it, so that the functions below one switch are beside one box. Devices
 //! are in one column at the right. A band behind each switch connects the switch with its devices.
 
-use super::tree::{Node, Role};
+use std::collections::BTreeMap;
+
+use p2pmem::PciAddr;
+
+use crate::tree::{Node, Role};
+use crate::Scene;
 
 /// Height of a line of text.
 const LINE: u32 = 16;
@@ -19,6 +24,11 @@ const PADDING: u32 = 8;
 const USAGE: u32 = 12;
 /// Space between boxes, one above the other.
 const GAP: u32 = 18;
+/// Space between the devices and the first line of a transfer, and between lines.
+const LANES: u32 = 26;
+const LANE: u32 = 16;
+/// Width of the legend's samples.
+const SAMPLE: u32 = 28;
 /// Space between columns.
 const COLUMN_GAP: u32 = 28;
 /// Space around the drawing.
@@ -30,39 +40,52 @@ const MIN_WIDTH: u32 = 720;
 /// The most characters of a line in a box.
 const MAX_CHARS: usize = 46;
 /// Width of the mark of a client at the left of its box.
-pub(super) const CLIENT_MARK: u32 = 6;
+pub(crate) const CLIENT_MARK: u32 = 6;
 
 /// A rectangle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Rect {
-    pub(super) x: u32,
-    pub(super) y: u32,
-    pub(super) width: u32,
-    pub(super) height: u32,
+pub struct Rect {
+    /// The left edge.
+    pub x: u32,
+    /// The upper edge.
+    pub y: u32,
+    /// The width.
+    pub width: u32,
+    /// The height.
+    pub height: u32,
 }
 
 /// The look of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Look {
+pub enum Look {
+    /// The title of the drawing.
     Title,
+    /// The name of a box or of a part.
     Name,
+    /// A fact.
     Plain,
+    /// Something that needs attention.
     Warning,
+    /// Something about memory that was chosen.
+    Chosen,
 }
 
 /// A text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Text {
-    pub(super) x: u32,
+pub struct Text {
+    /// The left edge.
+    pub x: u32,
     /// The base line.
-    pub(super) y: u32,
-    pub(super) look: Look,
-    pub(super) content: String,
+    pub y: u32,
+    /// The look.
+    pub look: Look,
+    /// The characters.
+    pub content: String,
 }
 
 impl Text {
     /// Returns the size of the font.
-    pub(super) fn font(&self) -> u32 {
+    pub fn font(&self) -> u32 {
         match self.look {
             Look::Title => TITLE_FONT,
             _ => FONT,
@@ -70,8 +93,7 @@ impl Text {
     }
 
     /// Returns the area of the text.
-    #[cfg(test)]
-    pub(super) fn area(&self) -> Rect {
+    pub fn area(&self) -> Rect {
         let font = self.font();
         Rect {
             x: self.x,
@@ -84,35 +106,66 @@ impl Text {
 
 /// A box with text.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct TextBox {
-    pub(super) rect: Rect,
-    pub(super) role: Role,
-    pub(super) is_client: bool,
-    pub(super) has_warning: bool,
-    pub(super) texts: Vec<Text>,
+pub struct TextBox {
+    /// The box.
+    pub rect: Rect,
+    /// The role of the function.
+    pub role: Role,
+    /// Whether the function is a client.
+    pub is_client: bool,
+    /// Whether a text is a warning.
+    pub has_warning: bool,
+    /// Whether the memory of the device was chosen for a transfer.
+    pub is_chosen: bool,
+    /// The texts.
+    pub texts: Vec<Text>,
     /// The bar of used memory, and the width of its used part.
-    pub(super) usage: Option<(Rect, u32)>,
+    pub usage: Option<(Rect, u32)>,
 }
 
 /// A horizontal line between two boxes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Link {
-    pub(super) from: u32,
-    pub(super) to: u32,
-    pub(super) y: u32,
+pub struct Link {
+    /// The left end.
+    pub from: u32,
+    /// The right end.
+    pub to: u32,
+    /// The height.
+    pub y: u32,
+    /// Whether a transfer passes the link.
+    pub has_transfer: bool,
+}
+
+/// A vertical line beside the devices, with a horizontal line to each device between which data moves.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Lane {
+    /// The number of the transfer in the scene.
+    pub transfer: usize,
+    /// The vertical line.
+    pub x: u32,
+    /// The horizontal lines, in descending order: height, left end, and whether data moves into the device.
+    pub ends: Vec<(u32, u32, bool)>,
 }
 
 /// A drawing.
 #[derive(Debug, Default)]
-pub(super) struct Layout {
-    pub(super) width: u32,
-    pub(super) height: u32,
+pub struct Layout {
+    /// The width.
+    pub width: u32,
+    /// The height.
+    pub height: u32,
     /// Areas behind switches and their devices. A band of a switch below another one comes after the other band.
-    pub(super) bands: Vec<Rect>,
-    pub(super) links: Vec<Link>,
-    pub(super) boxes: Vec<TextBox>,
+    pub bands: Vec<Rect>,
+    /// Links between boxes.
+    pub links: Vec<Link>,
+    /// Lines of transfers.
+    pub lanes: Vec<Lane>,
+    /// Samples of transfers' lines in the legend: number of the transfer, left end, right end, and height.
+    pub samples: Vec<(usize, u32, u32, u32)>,
+    /// Boxes of functions, and samples of boxes in the legend.
+    pub boxes: Vec<TextBox>,
     /// Texts that are in no box.
-    pub(super) texts: Vec<Text>,
+    pub texts: Vec<Text>,
 }
 
 /// Returns the width of a text in a font with characters of one width, rounded up.
@@ -141,6 +194,10 @@ fn lines(node: &Node) -> Vec<(Look, String)> {
         .map(|(n, text)| (if n == 0 { Look::Name } else { Look::Plain }, line(text)))
         .collect();
     all.extend(node.warning.map(|warning| (Look::Warning, line(warning))));
+    if !node.chosen_for.is_empty() {
+        let text = format!("chosen for {}", node.chosen_for.join(", "));
+        all.push((Look::Chosen, line(&text)));
+    }
     all
 }
 
@@ -215,18 +272,18 @@ impl Columns {
 }
 
 /// Lays a tree out, with notes above and a legend below.
-pub(super) fn layout(roots: &[Node], notes: &[String]) -> Layout {
+pub(crate) fn layout(roots: &[Node], scene: &Scene) -> Layout {
     let mut columns = Columns::default();
     columns.measure(roots, 0);
     let mut layout = Layout {
-        width: (columns.right() + MARGIN).max(MIN_WIDTH),
+        width: (columns.right() + lanes_width(scene) + MARGIN).max(MIN_WIDTH),
         ..Layout::default()
     };
     let mut y = MARGIN + TITLE_FONT;
     layout.text(MARGIN, y, Look::Title, "PCI topology".into());
     y += 8;
     let chars = (layout.width - 2 * MARGIN) * 100 / (FONT * 62);
-    for note in notes {
+    for note in &scene.notes {
         for wrapped in wrap(&line_of_any_length(note), chars as usize) {
             y += LINE;
             layout.text(MARGIN, y, Look::Plain, wrapped);
@@ -239,12 +296,24 @@ pub(super) fn layout(roots: &[Node], notes: &[String]) -> Layout {
         layout.text(MARGIN, y, Look::Plain, none.into());
         y += GAP;
     }
+    let mut places = BTreeMap::new();
     for root in roots {
-        layout.place(root, &columns, 0, y);
+        layout.place(root, &columns, 0, y, &mut places);
         y += height(root) + 2 * GAP;
     }
-    layout.legend(y);
+    layout.transfers(scene, columns.right(), &places);
+    layout.legend(y, scene);
     layout
+}
+
+/// Returns the width of the lines of all transfers: two for each.
+fn lanes_width(scene: &Scene) -> u32 {
+    let count = u32::try_from(scene.transfers.len()).unwrap_or(0);
+    if count == 0 {
+        0
+    } else {
+        LANES + 2 * count * LANE
+    }
 }
 
 /// Returns a text without characters that XML or a line cannot have.
@@ -279,7 +348,14 @@ impl Layout {
     }
 
     /// Places a node and all below it. Returns the box of the node.
-    fn place(&mut self, node: &Node, columns: &Columns, level: usize, top: u32) -> Rect {
+    fn place(
+        &mut self,
+        node: &Node,
+        columns: &Columns,
+        level: usize,
+        top: u32,
+        places: &mut BTreeMap<PciAddr, Rect>,
+    ) -> Rect {
         let height = height(node);
         let (x, width) = if is_device(node.role) {
             (columns.device_x(), columns.devices)
@@ -301,22 +377,78 @@ impl Layout {
             });
         }
         self.boxes.push(text_box(node, rect));
+        places.extend(node.addr.map(|addr| (addr, rect)));
         // What is below is in the middle of a box that is higher.
         let mut y = top + (height - stack(&node.children)) / 2;
         for child in &node.children {
-            let place = self.place(child, columns, level + 1, y);
+            let place = self.place(child, columns, level + 1, y, places);
             self.links.push(Link {
                 from: x + width,
                 to: place.x,
                 y: place.y + place.height / 2,
+                has_transfer: child.has_transfer,
             });
             y += place.height + GAP;
         }
         rect
     }
 
+    /// Places the lines of transfers at the right of the devices, whose column ends at `right`.
+    fn transfers(&mut self, scene: &Scene, right: u32, places: &BTreeMap<PciAddr, Rect>) {
+        // Of each transfer, one line goes into the memory, and one out of it: the devices, and whether data moves into them.
+        let lanes = scene.transfers.iter().enumerate().flat_map(|(number, transfer)| {
+            let into = transfer.sources.iter().map(|source| (*source, false));
+            let out = transfer.targets.iter().map(|target| (*target, true));
+            let into: Vec<_> = into.chain([(transfer.memory, true)]).collect();
+            let out: Vec<_> = [(transfer.memory, false)].into_iter().chain(out).collect();
+            [(number, into), (number, out)]
+        });
+        let lanes: Vec<_> = lanes.collect();
+        let mut ends_of: BTreeMap<PciAddr, u32> = BTreeMap::new();
+        for (addr, _) in lanes.iter().flat_map(|(_, devices)| devices) {
+            *ends_of.entry(*addr).or_default() += 1;
+        }
+        let mut used: BTreeMap<PciAddr, u32> = BTreeMap::new();
+        let mut x = right + LANES;
+        for (transfer, devices) in lanes {
+            let ends = devices.into_iter().filter_map(|(addr, into)| {
+                let rect = places.get(&addr)?;
+                let number = used.entry(addr).or_default();
+                *number += 1;
+                // The ends at one device are apart.
+                let y = rect.y + rect.height * *number / (ends_of.get(&addr).copied().unwrap_or(1) + 1);
+                Some((y, rect.x + rect.width, into))
+            });
+            let mut ends: Vec<_> = ends.collect();
+            ends.sort_unstable();
+            // The number stands above the first of the two lines.
+            if let (Some((y, ..)), true) = (ends.first(), self.lanes.len() % 2 == 0) {
+                let number = scene.transfers[transfer].number.to_string();
+                self.text(x - 4, y - 5, Look::Name, number);
+            }
+            self.lanes.push(Lane { transfer, x, ends });
+            x += LANE;
+        }
+    }
+
+    /// Places what the legend says about transfers. Returns the height below.
+    fn legend_of_transfers(&mut self, top: u32, scene: &Scene) -> u32 {
+        let mut y = top;
+        let left = MARGIN + SAMPLE + PADDING;
+        let chars = (self.width - left - MARGIN) * 100 / (FONT * 62);
+        for (number, transfer) in scene.transfers.iter().enumerate() {
+            self.samples.push((number, MARGIN, MARGIN + SAMPLE, y + LINE / 2 - 1));
+            for wrapped in wrap(&line_of_any_length(&transfer.about), chars as usize) {
+                self.text(left, y + FONT - 1, Look::Plain, wrapped);
+                y += LINE;
+            }
+            y += 4;
+        }
+        y
+    }
+
     /// Places the legend below `top`, and sets the height of the drawing.
-    fn legend(&mut self, top: u32) {
+    fn legend(&mut self, top: u32, scene: &Scene) {
         const ENTRIES: [(Role, &str); 5] = [
             (
                 Role::Provider,
@@ -339,11 +471,13 @@ impl Layout {
                 "switch port that redirects traffic to the root complex by ACS",
             ),
         ];
-        const SAMPLE: u32 = 28;
         let mut y = top;
         self.text(MARGIN, y + FONT, Look::Name, "Legend".into());
-        y += LINE + 4;
-        for (role, about) in ENTRIES {
+        y = self.legend_of_transfers(y + LINE + 4, scene);
+        let chosen = "memory that was chosen for a transfer; lines at the right show where data moves";
+        let chosen = (!scene.transfers.is_empty()).then_some((Role::Provider, chosen, true));
+        let entries = ENTRIES.map(|(role, about)| (role, about, false));
+        for (role, about, is_chosen) in chosen.into_iter().chain(entries) {
             let rect = Rect {
                 x: MARGIN,
                 y,
@@ -355,6 +489,7 @@ impl Layout {
                 role,
                 is_client: role == Role::Client,
                 has_warning: role == Role::Port,
+                is_chosen,
                 texts: Vec::new(),
                 usage: None,
             });
@@ -393,6 +528,7 @@ fn text_box(node: &Node, rect: Rect) -> TextBox {
         role: node.role,
         is_client: node.is_client,
         has_warning: node.warning.is_some(),
+        is_chosen: !node.chosen_for.is_empty(),
         texts,
         usage,
     }
