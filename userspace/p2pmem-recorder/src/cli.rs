@@ -205,6 +205,15 @@ pub struct SessionArgs {
     #[arg(long, value_name = "INDEX", default_value_t = 0, conflicts_with = "drive")]
     pub gid_index: u8,
 
+    /// Another storage node. The nodes take turns: each has a part of the blocks, or all of them with --mirror. Can be repeated. Only for
+    /// the engine rdma.
+    #[arg(long, value_name = "HOST[:PORT]", conflicts_with = "drive")]
+    pub also: Vec<String>,
+
+    /// Each storage node has all blocks. If one fails, the others continue.
+    #[arg(long, requires = "also", conflicts_with = "drive")]
+    pub mirror: bool,
+
     /// Number of the storage node's NIC for the first session. The others use the next ones. Only for the engine rdma.
     #[arg(long, value_name = "NUMBER", default_value_t = 0, conflicts_with = "drive")]
     pub node_nic: u32,
@@ -259,14 +268,6 @@ pub struct RecordArgs {
     /// Most bytes in a second of each session, as a sensor has.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub rate: Option<u64>,
-
-    /// Another storage node. The nodes take turns, or each gets every block with --mirror. Can be repeated.
-    #[arg(long, value_name = "HOST[:PORT]", conflicts_with = "drive")]
-    pub also: Vec<String>,
-
-    /// Send each block to all storage nodes. If one fails, the others have everything.
-    #[arg(long, requires = "also")]
-    pub mirror: bool,
 }
 
 /// Options of `play`.
@@ -276,9 +277,9 @@ pub struct PlayArgs {
     #[command(flatten)]
     pub session: SessionArgs,
 
-    /// Number of the recording [default: the latest one]
-    #[arg(long, value_name = "NUMBER")]
-    pub recording: Option<u64>,
+    /// Number of the recording, on each storage node if there are several [default: the latest one]
+    #[arg(long, value_delimiter = ',', value_name = "NUMBER")]
+    pub recording: Vec<u64>,
 
     /// Most blocks to play [default: all]
     #[arg(short = 'n', long, value_name = "N")]

@@ -25,6 +25,8 @@ use crate::wait::{wait, CHECK_INTERVAL};
 
 /// The time between two looks at an accelerator without events.
 const COMPUTE_INTERVAL: Duration = Duration::from_millis(1);
+/// The most storage nodes of one recording or playback.
+const MAX_SESSIONS: usize = 64;
 /// The most channels of a listing.
 const MAX_CHANNELS: usize = 1 << 20;
 /// How long a program waits for the node's reason after a request has failed.

@@ -178,6 +178,14 @@ impl StorageArgs {
 }
 
 impl SessionArgs {
+    /// Returns the requests of the session number `number`: one for each storage node.
+    fn requests(&self, number: usize) -> Result<Vec<SessionRequest>> {
+        let first = self.storage.address()?;
+        let others = self.also.iter().map(|host| with_port(host));
+        let requests = [first].into_iter().chain(others);
+        requests.map(|address| self.request(number, address)).collect()
+    }
+
     /// Returns the request of the session number `number`, for one of the storage nodes.
     fn request(&self, number: usize, address: String) -> Result<SessionRequest> {
         let mut channel = self.channel.clone();
@@ -282,12 +290,9 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
         return print_recorded(&[NVMEOF.into()], &[result], Some(local.drives()), json, out);
     }
     let results = on_all_nics(session.nic.len(), |number| {
-        let mut addresses = vec![session.storage.address()?];
-        addresses.extend(args.also.iter().map(|host| with_port(host)));
-        let sessions = addresses.into_iter().map(|address| session.request(number, address));
         let options = RecordOptions {
-            sessions: sessions.collect::<Result<_>>()?,
-            mirror: args.mirror,
+            sessions: session.requests(number)?,
+            mirror: session.mirror,
             blocks: args.blocks,
             first: 0,
             rate: args.rate,
@@ -339,7 +344,7 @@ fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     if session.engine == Engine::Nvmeof {
         let options = local::play::PlayOptions {
             channel: session.channel.clone(),
-            recording: args.recording,
+            recording: args.recording.first().copied(),
             start,
             blocks: args.blocks,
             repeat: args.repeat,
@@ -354,8 +359,9 @@ fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     }
     let results = on_all_nics(session.nic.len(), |number| {
         let options = PlayOptions {
-            session: session.request(number, session.storage.address()?)?,
-            recording: args.recording,
+            sessions: session.requests(number)?,
+            mirror: session.mirror,
+            recordings: args.recording.clone(),
             start,
             blocks: args.blocks,
             repeat: args.repeat,
@@ -380,19 +386,23 @@ fn print_played(
         return print_json(out, &Sessions { sessions, drives });
     }
     for (name, result) in names.iter().zip(results) {
+        let recordings: Vec<String> = result.recordings.iter().map(u64::to_string).collect();
         writeln!(
             out,
             "{name}: {} blocks of {} played from recording {}, {} to {}, {:.0} MB/s, all checksums right, {} spectra verified, {} \
              missing",
             result.blocks,
             human_size(result.block_size),
-            result.recording,
+            recordings.join(", "),
             result.first.map_or_else(|| "-".into(), |first| first.to_string()),
             result.last.map_or_else(|| "-".into(), |last| last.to_string()),
             rate(result.blocks, result.block_size, result.nanoseconds),
             result.verified,
             result.missing
         )?;
+        for reason in &result.failed {
+            writeln!(out, "{name}: {reason}")?;
+        }
     }
     Ok(())
 }

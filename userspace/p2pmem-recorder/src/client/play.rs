@@ -1,33 +1,38 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Playback: blocks are read from a storage node into the accelerator, and transformed there.
+//! Playback: blocks are read from one or more storage nodes into the accelerator, and transformed there.
 
-use std::collections::VecDeque;
+mod order;
+mod session;
+
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
-use p2pmem_verbs::{Access, Remote, Request as WorkRequest, Work};
 
-use super::compute::{Compute, Registered};
+use super::compute::Compute;
 use super::target::Target;
-use super::{reason_of, SessionRequest, Verification};
+use super::{reason_of, SessionRequest, Verification, MAX_SESSIONS};
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
+use crate::control::{unexpected, Start};
 use crate::pace::Pace;
-use crate::rdma::{id, kind, open_nic, Capacity, Endpoint, Kind, MAX_BLOCK};
+use crate::rdma::{kind, Kind, MAX_BLOCK};
 use crate::store::Block;
 use crate::wait::wait;
+use order::{Copy, Order};
+use session::{Selection, Session};
 
 pub use super::target::Played;
 
 /// What is played.
 #[derive(Debug, Clone)]
 pub struct PlayOptions {
-    /// The session.
-    pub session: SessionRequest,
-    /// The number of the recording; `None` for the latest one.
-    pub recording: Option<u64>,
+    /// The sessions: one for each storage node that has blocks of the recording.
+    pub sessions: Vec<SessionRequest>,
+    /// Whether each storage node has all blocks, so that playback continues when one fails.
+    pub mirror: bool,
+    /// The number of the recording on each storage node. Nodes for which there is none play the latest one.
+    pub recordings: Vec<u64>,
     /// Where playback starts.
     pub start: Start,
     /// The most blocks to play; `None` for all.
@@ -40,235 +45,316 @@ pub struct PlayOptions {
     pub verify: Verification,
 }
 
-/// A block that was announced.
-#[derive(Debug, Clone, Copy)]
-struct Announced {
-    remote: u32,
+/// A block that is being read to a buffer.
+#[derive(Debug)]
+struct Reading {
     block: Block,
+    /// The copy that is read.
+    from: Copy,
+    /// The copies of other nodes. They are given back when the block has arrived.
+    others: Vec<Copy>,
 }
 
 /// The playback program.
 struct Player<'a> {
-    // Fields are dropped in this order: no request can access memory whose registration has ended.
-    endpoint: Endpoint,
-    registered: Registered,
-    connection: Connection,
+    /// `None` for a session that failed. Before the target: no NIC accesses a buffer after the end of its session.
+    sessions: Vec<Option<Session>>,
     target: Target<'a>,
     options: &'a PlayOptions,
-    block_size: u64,
-    window: Window,
-    credits: u32,
-    /// Blocks that wait for a free buffer.
-    announced: VecDeque<Announced>,
+    order: Order,
+    /// Limits the rate of several nodes. A single node does this itself.
+    pace: Pace,
     /// What is read to each buffer.
-    content: Vec<Option<Announced>>,
-    reading: u32,
-    /// The number of announcements, and of blocks that the node says it has announced.
-    received: u64,
-    end: Option<u64>,
+    reading: Vec<Option<Reading>>,
+    /// The number of blocks whose reading began.
+    taken: u64,
+    last_progress: Instant,
 }
 
 /// Plays a recording to its end.
 ///
 /// # Errors
 ///
-/// The storage node cannot be reached, refuses the session, or ends it. The accelerator fails. The checksum of a block, or the
-/// spectrum of a verified block, is wrong.
+/// A storage node cannot be reached, or refuses the session. It ends the session, or does nothing within its timeout, and there is
+/// no mirror. The accelerator fails. The checksum of a block, or the spectrum of a verified block, is wrong.
 pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> {
     ensure!(
         !options.repeat || options.blocks.is_some(),
         "playback that repeats needs a number of blocks"
     );
-    let block_size = compute.block_size();
+    let (buffers, block_size) = (compute.buffers(), compute.block_size());
     ensure!(block_size <= MAX_BLOCK, "a block has at most {MAX_BLOCK} bytes");
-    let mut connection = options.session.remote.connect()?;
-    let nic = open_nic(&options.session.nic)?;
-    let buffers = compute.buffers();
-    let endpoint = Endpoint::new(
-        &nic,
-        options.session.gid_index,
-        Capacity {
-            sends: 2 * buffers,
-            receives: buffers,
-            messages_sent: buffers,
-            messages_received: buffers,
-        },
-    )?;
-    let registered = compute.register(endpoint.domain(), Access::LOCAL_WRITE)?;
-    connection.send(&Request::Play(Play {
-        channel: options.session.channel.clone(),
-        port: options.session.port,
-        recording: options.recording,
-        start: options.start,
-        blocks: options.blocks,
-        repeat: options.repeat,
-        rate: options.rate,
-        block_size,
-        address: endpoint.address(),
-        buffers,
-    }))?;
-    let (recording, address, window, credits, memory) = match connection.receive_reply()? {
-        Reply::PlayReady {
-            recording,
-            address,
-            window,
-            credits,
-            memory,
-            ..
-        } => (recording, address, window, credits, memory),
-        other => return Err(unexpected(&other).into()),
-    };
+    let nodes = options.sessions.len();
     ensure!(
-        (1..=buffers).contains(&credits),
-        "the node announces {credits} blocks at once, for {buffers} buffers"
+        (1..=MAX_SESSIONS).contains(&nodes),
+        "specify 1 to {MAX_SESSIONS} storage nodes"
     );
-    endpoint.connect(&address)?;
-    // The node announces a buffer again only after its release, so there are never more messages than credits.
-    for place in 0..credits {
-        endpoint.post_message_receive(place)?;
-    }
-    connection.send(&Request::Ready)?;
+    // A rate of 0 is refused by the node.
+    let (node_rate, own_rate) = match options.rate {
+        Some(rate) if nodes > 1 && rate > 0 => (None, Some(rate)),
+        rate => (rate, None),
+    };
+    let sessions = options.sessions.iter().enumerate().map(|(number, request)| {
+        let selection = Selection {
+            recording: options.recordings.get(number).copied(),
+            start: options.start,
+            blocks: options.blocks,
+            repeat: options.repeat,
+            rate: node_rate,
+        };
+        Session::start(request, selection, compute)
+    });
+    let sessions: Vec<Session> = sessions.collect::<Result<_>>()?;
+    let memory: Vec<&str> = sessions.iter().map(|session| session.memory.as_str()).collect();
+    let recordings = sessions.iter().map(|session| session.recording).collect();
     let mut player = Player {
-        endpoint,
-        registered,
-        connection,
-        target: Target::new(compute, options.repeat, options.verify, recording, memory),
-        content: vec![None; buffers as usize],
+        target: Target::new(compute, options.repeat, options.verify, recordings, memory.join("; ")),
+        order: Order::new(nodes, options.repeat),
+        pace: Pace::new(own_rate, block_size, Instant::now()),
+        sessions: sessions.into_iter().map(Some).collect(),
         options,
-        block_size,
-        window,
-        credits,
-        announced: VecDeque::new(),
-        reading: 0,
-        received: 0,
-        end: None,
+        reading: (0..buffers).map(|_| None).collect(),
+        taken: 0,
+        last_progress: Instant::now(),
     };
     match player.run() {
         Ok(()) => Ok(player.target.result),
-        Err(error) => {
-            let reason = reason_of(&mut player.connection, &error);
-            bail!("{reason}; {} blocks were played", player.target.result.blocks)
-        }
+        Err(error) => bail!("{error:#}; {} blocks were played", player.target.result.blocks),
     }
 }
 
 impl Player<'_> {
     fn run(&mut self) -> Result<()> {
         let started = Instant::now();
-        let mut last_progress = started;
-        let timeout = self.options.session.remote.timeout;
-        // A block may have to wait for its turn at the requested rate.
-        let timeout = timeout + Pace::new(self.options.rate, self.block_size, started).interval();
-        let mut completions = Vec::new();
-        while self.end != Some(self.target.result.blocks) {
-            self.endpoint.poll(&mut completions)?;
-            let mut progress = !completions.is_empty();
-            for completion in &completions {
-                match kind(completion) {
-                    (Kind::MessageSent, _) => {}
-                    (Kind::MessageReceived, place) => self.received(place)?,
-                    (Kind::Payload, buffer) => self.read(buffer)?,
+        self.last_progress = started;
+        while !self.is_finished() {
+            let mut progress = false;
+            for node in 0..self.sessions.len() {
+                match self.attend(node) {
+                    Ok(busy) => progress |= busy,
+                    Err(error) => self.session_failed(node, &error)?,
                 }
             }
             progress |= self.start_reads()?;
             progress |= self.target.take_work()?;
-            if let Some(other) = self.connection.try_receive_reply()? {
-                return Err(unexpected(&other).into());
-            }
             if progress {
-                last_progress = Instant::now();
+                self.last_progress = Instant::now();
                 continue;
             }
-            ensure!(
-                last_progress.elapsed() <= timeout,
-                "nothing happened for {timeout:?}; {} blocks are read, {} are in computation",
-                self.reading,
-                self.target.computing()
-            );
             self.wait()?;
         }
         self.target.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        self.connection.send(&Request::Finish)?;
-        match self.connection.receive_reply()? {
-            Reply::Finished { .. } => Ok(()),
-            other => Err(unexpected(&other).into()),
+        for node in 0..self.sessions.len() {
+            if let Some(Err(error)) = self.sessions[node].as_mut().map(Session::finish) {
+                self.session_failed(node, &error)?;
+            }
         }
+        Ok(())
     }
 
-    /// Handles a message of the node.
-    fn received(&mut self, place: u32) -> Result<()> {
-        let message = self.endpoint.received(place)?;
-        self.endpoint.post_message_receive(place)?;
+    /// Whether the requested number of blocks is read.
+    fn has_enough(&self) -> bool {
+        Some(self.taken) == self.options.blocks
+    }
+
+    /// Whether everything is played.
+    fn is_finished(&self) -> bool {
+        let idle = self.target.computing() == 0 && self.reading.iter().all(Option::is_none);
+        // A single node counts the blocks itself. Of several nodes, each has announced as many as it may.
+        let enough = self.sessions.len() > 1 && self.has_enough();
+        idle && (enough || self.order.is_finished())
+    }
+
+    /// Handles completions and messages of a session. Returns whether there was any.
+    fn attend(&mut self, node: usize) -> Result<bool> {
+        let Some(session) = &mut self.sessions[node] else {
+            return Ok(false);
+        };
+        let mut completions = Vec::new();
+        session.endpoint.poll(&mut completions)?;
+        for completion in &completions {
+            match kind(completion) {
+                (Kind::MessageSent, _) => {}
+                (Kind::MessageReceived, place) => self.received(node, place)?,
+                (Kind::Payload, buffer) => self.arrived(node, buffer)?,
+            }
+        }
+        if let Some(session) = &mut self.sessions[node] {
+            if let Some(other) = session.connection.try_receive_reply()? {
+                return Err(unexpected(&other).into());
+            }
+        }
+        Ok(!completions.is_empty())
+    }
+
+    /// Handles a message of a node.
+    fn received(&mut self, node: usize, place: u32) -> Result<()> {
+        let Some(session) = &self.sessions[node] else {
+            return Ok(());
+        };
+        let message = session.endpoint.received(place)?;
+        session.endpoint.post_message_receive(place)?;
         match message {
             Message::Announced { buffer, block, bytes } => {
                 ensure!(
-                    buffer < self.credits && bytes == self.block_size,
+                    buffer < session.credits && bytes == self.target.result.block_size,
                     "the node announced {bytes} bytes in buffer {buffer}"
                 );
-                self.received += 1;
-                self.target.in_order(&block)?;
-                self.announced.push_back(Announced { remote: buffer, block });
-                Ok(())
+                self.order.announced(node, block, buffer)
             }
-            Message::End { blocks } => {
-                ensure!(
-                    blocks == self.received,
-                    "the node announced {blocks} blocks, and {} announcements arrived",
-                    self.received
-                );
-                self.end = Some(blocks);
-                Ok(())
-            }
+            Message::End { blocks } => self.order.ended(node, blocks),
             other => bail!("the node sent {other:?} instead of a block"),
         }
     }
 
-    /// Starts to read blocks to free buffers. Returns whether there was any.
+    /// Starts to read blocks to free buffers, in their order. Returns whether there was any.
     fn start_reads(&mut self) -> Result<bool> {
         let mut progress = false;
-        while !self.announced.is_empty() {
-            let Some(buffer) = self.target.take_buffer() else { break };
-            let Some(announced) = self.announced.pop_front() else {
+        while !self.has_enough() && self.target.has_buffer() && self.pace.delay(Instant::now()).is_zero() {
+            let Some((block, copies)) = self.order.take()? else {
                 break;
             };
-            self.content[buffer as usize] = Some(announced);
-            self.endpoint.post(&[WorkRequest {
-                id: id(Kind::Payload, buffer),
-                local: self.registered.segment(buffer, self.block_size),
-                work: Work::Read(Remote {
-                    address: self.window.address + u64::from(announced.remote) * self.block_size,
-                    rkey: self.window.rkey,
-                }),
-                signaled: true,
-            }])?;
-            self.reading += 1;
+            self.target.in_order(&block)?;
+            let buffer = self.target.take_buffer().context("no buffer is free")?;
+            self.taken += 1;
+            self.pace.advance(Instant::now());
+            self.read_one_of(block, copies, buffer)?;
             progress = true;
         }
         Ok(progress)
     }
 
-    /// A block has arrived in a buffer: releases it at the node, and starts the work on it.
-    fn read(&mut self, buffer: u32) -> Result<()> {
-        let announced = self.content[buffer as usize]
-            .take()
-            .context("a buffer without a block was read")?;
-        self.reading -= 1;
-        let released = Message::Released {
-            buffer: announced.remote,
+    /// Starts to read one of the copies of a block: that of the node with the fewest reads.
+    fn read_one_of(&mut self, block: Block, mut copies: Vec<Copy>, buffer: u32) -> Result<()> {
+        let load = |copy: &Copy| self.sessions[copy.node].as_ref().map(|session| session.reading);
+        // Copies of a session that failed are gone.
+        copies.retain(|copy| load(copy).is_some());
+        let best = (0..copies.len()).min_by_key(|place| load(&copies[*place]));
+        let best = best.with_context(|| format!("no storage node has block {} any more", block.sequence))?;
+        let from = copies.swap_remove(best);
+        self.reading[buffer as usize] = Some(Reading {
+            block,
+            from,
+            others: copies,
+        });
+        let read = self.sessions[from.node]
+            .as_mut()
+            .map(|session| session.read(from.buffer, buffer));
+        match read {
+            Some(Err(error)) => self.session_failed(from.node, &error),
+            _ => Ok(()),
+        }
+    }
+
+    /// A block has arrived in a buffer: gives its copies back to the nodes, and starts the work on it.
+    fn arrived(&mut self, node: usize, buffer: u32) -> Result<()> {
+        let reading = self.reading[buffer as usize].take();
+        let Reading { block, from, others } = reading.context("a buffer without a block was read")?;
+        ensure!(from.node == node, "a block of another node was read");
+        self.target.start(buffer, block)?;
+        let mut failed = Vec::new();
+        for copy in others.into_iter().chain([from]) {
+            let Some(session) = &mut self.sessions[copy.node] else {
+                continue;
+            };
+            if copy == from {
+                session.reading -= 1;
+            }
+            if let Err(error) = session.release(copy.buffer) {
+                failed.push((copy.node, error));
+            }
+        }
+        for (node, error) in failed {
+            self.session_failed(node, &error)?;
+        }
+        Ok(())
+    }
+
+    /// A session has failed. With a mirror, playback continues with the other storage nodes, which have all blocks.
+    fn session_failed(&mut self, node: usize, error: &anyhow::Error) -> Result<()> {
+        let Some(mut session) = self.sessions[node].take() else {
+            return Ok(());
         };
-        // The place of the message has the number of the node's buffer, which is not announced again before the release.
-        self.endpoint
-            .post(&[self.endpoint.message(announced.remote, &released, true)])?;
-        self.target.start(buffer, announced.block)
+        let reason = format!(
+            "storage node {}: {}",
+            session.name,
+            reason_of(&mut session.connection, error)
+        );
+        // The queue pair ends with the session, so its NIC does not write to buffers any more.
+        drop(session);
+        if !self.options.mirror || self.sessions.iter().all(Option::is_none) {
+            bail!("{reason}");
+        }
+        self.order.lost(node);
+        self.target.result.failed.push(reason);
+        for buffer in 0..self.reading.len() {
+            let interrupted = self.reading[buffer].take_if(|reading| reading.from.node == node);
+            if let Some(Reading { block, others, .. }) = interrupted {
+                self.read_one_of(block, others, buffer as u32)?;
+            }
+        }
+        Ok(())
     }
 
     fn wait(&mut self) -> Result<()> {
-        if self.endpoint.arm()? {
+        let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
+        let timeout = timeout.unwrap_or(Duration::from_secs(30));
+        // A block may have to wait for its turn at the requested rate.
+        let interval = Pace::new(self.options.rate, self.target.result.block_size, Instant::now()).interval();
+        if self.last_progress.elapsed() > timeout + interval {
+            return self.nothing_happens(timeout);
+        }
+        let mut again = false;
+        for node in 0..self.sessions.len() {
+            match self.sessions[node].as_mut().map(|session| session.endpoint.arm()) {
+                Some(Ok(missed)) => again |= missed,
+                Some(Err(error)) => {
+                    self.session_failed(node, &error)?;
+                    again = true;
+                }
+                None => {}
+            }
+        }
+        if again {
             return Ok(());
         }
-        let mut fds: Vec<BorrowedFd<'_>> = vec![self.endpoint.as_fd(), self.connection.as_fd()];
+        let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
+        for session in self.sessions.iter().flatten() {
+            fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
+        }
         fds.extend(self.target.event());
-        wait(&fds, self.target.longest_wait())?;
-        self.endpoint.clear_event()
+        let mut limit = self.target.longest_wait();
+        let delay = self.pace.delay(Instant::now());
+        if !delay.is_zero() && self.target.has_buffer() {
+            limit = limit.min(delay);
+        }
+        wait(&fds, limit)?;
+        for node in 0..self.sessions.len() {
+            let cleared = self.sessions[node]
+                .as_mut()
+                .map(|session| session.endpoint.clear_event());
+            if let Some(Err(error)) = cleared {
+                self.session_failed(node, &error)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the sessions for which everything waits.
+    fn nothing_happens(&mut self, timeout: Duration) -> Result<()> {
+        ensure!(
+            self.target.computing() == 0,
+            "the accelerator did not complete {} blocks within {timeout:?}",
+            self.target.computing()
+        );
+        for node in 0..self.sessions.len() {
+            let reading = self.sessions[node].as_ref().map_or(0, |session| session.reading);
+            if reading > 0 || self.order.waits_for(node) {
+                let error = anyhow::anyhow!("nothing happened for {timeout:?}; {reading} blocks are read");
+                self.session_failed(node, &error)?;
+            }
+        }
+        self.last_progress = Instant::now();
+        Ok(())
     }
 }

@@ -11,15 +11,12 @@ use p2pmem_verbs::{Access, Request as Work, Work as Operation};
 
 use super::compute::{Compute, Registered};
 use super::source::{Source, SourceOptions};
-use super::{now, reason_of, SessionRequest, Verification};
+use super::{now, reason_of, SessionRequest, Verification, MAX_SESSIONS};
 use crate::control::message::Message;
 use crate::control::{unexpected, Connection, Record, Reply, Request};
 use crate::rdma::{id, kind, open_nic, Capacity, Endpoint, Kind, MAX_BLOCK};
 use crate::store::Block;
 use crate::wait::wait;
-
-/// The most storage nodes.
-const MAX_SESSIONS: usize = 64;
 
 /// What is recorded.
 #[derive(Debug, Clone)]

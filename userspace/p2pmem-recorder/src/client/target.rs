@@ -16,8 +16,8 @@ use crate::store::Block;
 pub struct Played {
     /// The number of blocks.
     pub blocks: u64,
-    /// The number of the recording.
-    pub recording: u64,
+    /// The number of the recording on each storage node.
+    pub recordings: Vec<u64>,
     /// The memory of the blocks: that of the storage node, or that of the accelerator if drives access it.
     pub memory: String,
     /// Bytes of a block.
@@ -32,6 +32,8 @@ pub struct Played {
     pub nanoseconds: u64,
     /// Blocks whose spectrum was compared with what the processor computes.
     pub verified: u64,
+    /// Storage nodes that failed, with the reason. Others had their blocks.
+    pub failed: Vec<String>,
 }
 
 /// The target of a playback.
@@ -50,12 +52,12 @@ pub(crate) struct Target<'a> {
 }
 
 impl<'a> Target<'a> {
-    /// Returns a target whose buffers are all free. `recording` and `memory` are for the result.
+    /// Returns a target whose buffers are all free. `recordings` and `memory` are for the result.
     pub(crate) fn new(
         compute: &'a mut dyn Compute,
         repeat: bool,
         verify: Verification,
-        recording: u64,
+        recordings: Vec<u64>,
         memory: String,
     ) -> Self {
         let (buffers, block_size) = (compute.buffers(), compute.block_size());
@@ -68,7 +70,7 @@ impl<'a> Target<'a> {
             computed: Vec::new(),
             verifier: Verifier::new(verify, block_size),
             result: Played {
-                recording,
+                recordings,
                 memory,
                 block_size,
                 ..Played::default()

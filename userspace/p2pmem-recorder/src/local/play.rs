@@ -77,7 +77,7 @@ pub fn play<S: System<File = File>>(
         engine: PlayEngine::new(reader, blocks).context("starting io_uring")?,
         local,
         pace: Pace::new(options.rate, compute.block_size(), started),
-        target: Target::new(compute, options.repeat, options.verify, number, memory),
+        target: Target::new(compute, options.repeat, options.verify, vec![number], memory),
         cursor,
     };
     let ended = player.run(options.timeout, stop);

@@ -112,8 +112,9 @@ fn session(cli: &Cli, hardware: &Hardware, number: u32, begin: &Barrier) -> Resu
         }
         Command::Play => {
             let options = PlayOptions {
-                session: request,
-                recording: None,
+                sessions: vec![request],
+                mirror: false,
+                recordings: Vec::new(),
                 start: Start::First,
                 blocks: None,
                 repeat: false,
