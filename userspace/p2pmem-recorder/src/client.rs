@@ -8,6 +8,7 @@
 
 pub mod compute;
 pub mod cpu;
+mod link;
 pub mod play;
 pub mod record;
 pub(crate) mod source;

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::Arc;
 use std::thread;
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use clap::error::ErrorKind;
 use p2pmem::{human_size, Client, Device};
 use sd_notify::NotifyState;
@@ -303,6 +303,15 @@ fn run_record(args: &RecordArgs, json: bool, out: &mut dyn Write) -> Result<()> 
     print_recorded(&session.nic, &results, None, json, out)
 }
 
+/// Returns the number of the recording, of which there is at most one.
+fn only(recordings: &[u64]) -> Result<Option<u64>> {
+    ensure!(
+        recordings.len() <= 1,
+        "the engine {NVMEOF} plays one recording: specify one number"
+    );
+    Ok(recordings.first().copied())
+}
+
 /// Prints the results of recordings, whose sessions have names.
 fn print_recorded(
     names: &[String],
@@ -344,7 +353,7 @@ fn run_play(args: &PlayArgs, json: bool, out: &mut dyn Write) -> Result<()> {
     if session.engine == Engine::Nvmeof {
         let options = local::play::PlayOptions {
             channel: session.channel.clone(),
-            recording: args.recording.first().copied(),
+            recording: only(&args.recording)?,
             start,
             blocks: args.blocks,
             repeat: args.repeat,

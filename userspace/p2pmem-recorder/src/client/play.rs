@@ -5,21 +5,20 @@
 mod order;
 mod session;
 
-use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 
 use super::compute::Compute;
+use super::link::{finish_all, timeout_of, wait_for, Link};
 use super::target::Target;
-use super::{reason_of, SessionRequest, Verification, MAX_SESSIONS};
+use super::{SessionRequest, Verification, MAX_SESSIONS};
 use crate::control::message::Message;
 use crate::control::{unexpected, Start};
 use crate::pace::Pace;
 use crate::rdma::{kind, Kind, MAX_BLOCK};
 use crate::store::Block;
-use crate::wait::wait;
-use order::{Copy, Order};
+use order::{Copy, Order, Taken};
 use session::{Selection, Session};
 
 pub use super::target::Played;
@@ -31,7 +30,7 @@ pub struct PlayOptions {
     pub sessions: Vec<SessionRequest>,
     /// Whether each storage node has all blocks, so that playback continues when one fails.
     pub mirror: bool,
-    /// The number of the recording on each storage node. Nodes for which there is none play the latest one.
+    /// The number of the recording on each storage node. None for the latest ones.
     pub recordings: Vec<u64>,
     /// Where playback starts.
     pub start: Start,
@@ -66,6 +65,10 @@ struct Player<'a> {
     pace: Pace,
     /// What is read to each buffer.
     reading: Vec<Option<Reading>>,
+    /// Blocks that have arrived, and their buffers.
+    arrived: Vec<(u32, Block)>,
+    /// Sessions that failed, and are not ended yet.
+    failing: Vec<(usize, anyhow::Error)>,
     /// The number of blocks whose reading began.
     taken: u64,
     last_progress: Instant,
@@ -76,7 +79,7 @@ struct Player<'a> {
 /// # Errors
 ///
 /// A storage node cannot be reached, or refuses the session. It ends the session, or does nothing within its timeout, and there is
-/// no mirror. The accelerator fails. The checksum of a block, or the spectrum of a verified block, is wrong.
+/// no mirror that has all blocks. The accelerator fails. The checksum of a block, or the spectrum of a verified block, is wrong.
 pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> {
     ensure!(
         !options.repeat || options.blocks.is_some(),
@@ -88,6 +91,10 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
     ensure!(
         (1..=MAX_SESSIONS).contains(&nodes),
         "specify 1 to {MAX_SESSIONS} storage nodes"
+    );
+    ensure!(
+        options.recordings.is_empty() || options.recordings.len() == nodes,
+        "specify the number of a recording for each of the {nodes} storage nodes, or none"
     );
     // A rate of 0 is refused by the node.
     let (node_rate, own_rate) = match options.rate {
@@ -108,12 +115,14 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
     let memory: Vec<&str> = sessions.iter().map(|session| session.memory.as_str()).collect();
     let recordings = sessions.iter().map(|session| session.recording).collect();
     let mut player = Player {
-        target: Target::new(compute, options.repeat, options.verify, recordings, memory.join("; ")),
+        target: Target::new(compute, options.verify, recordings, memory.join("; ")),
         order: Order::new(nodes, options.repeat),
         pace: Pace::new(own_rate, block_size, Instant::now()),
         sessions: sessions.into_iter().map(Some).collect(),
         options,
         reading: (0..buffers).map(|_| None).collect(),
+        arrived: Vec::new(),
+        failing: Vec::new(),
         taken: 0,
         last_progress: Instant::now(),
     };
@@ -121,6 +130,12 @@ pub fn play(compute: &mut dyn Compute, options: &PlayOptions) -> Result<Played> 
         Ok(()) => Ok(player.target.result),
         Err(error) => bail!("{error:#}; {} blocks were played", player.target.result.blocks),
     }
+}
+
+/// Returns the links of the sessions that have not failed, with their numbers.
+fn links(sessions: &mut [Option<Session>]) -> impl Iterator<Item = (usize, &mut Link)> {
+    let sessions = sessions.iter_mut().enumerate();
+    sessions.filter_map(|(node, session)| Some((node, &mut session.as_mut()?.link)))
 }
 
 impl Player<'_> {
@@ -132,8 +147,12 @@ impl Player<'_> {
             for node in 0..self.sessions.len() {
                 match self.attend(node) {
                     Ok(busy) => progress |= busy,
-                    Err(error) => self.session_failed(node, &error)?,
+                    Err(error) => self.failing.push((node, error)),
                 }
+            }
+            progress |= self.end_failing()?;
+            for (buffer, block) in std::mem::take(&mut self.arrived) {
+                self.target.start(buffer, block)?;
             }
             progress |= self.start_reads()?;
             progress |= self.target.take_work()?;
@@ -144,11 +163,14 @@ impl Player<'_> {
             self.wait()?;
         }
         self.target.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        for node in 0..self.sessions.len() {
-            if let Some(Err(error)) = self.sessions[node].as_mut().map(Session::finish) {
-                self.session_failed(node, &error)?;
-            }
+        if let Some(last) = self.order.missing_end().filter(|_| !self.has_enough()) {
+            bail!(
+                "{}; it had blocks up to {last}, which the others do not have",
+                self.target.result.failed.join("; ")
+            );
         }
+        self.failing = finish_all(links(&mut self.sessions));
+        self.end_failing()?;
         Ok(())
     }
 
@@ -159,19 +181,19 @@ impl Player<'_> {
 
     /// Whether everything is played.
     fn is_finished(&self) -> bool {
-        let idle = self.target.computing() == 0 && self.reading.iter().all(Option::is_none);
+        let idle = self.failing.is_empty() && self.target.computing() == 0 && self.reading.iter().all(Option::is_none);
         // A single node counts the blocks itself. Of several nodes, each has announced as many as it may.
         let enough = self.sessions.len() > 1 && self.has_enough();
         idle && (enough || self.order.is_finished())
     }
 
-    /// Handles completions and messages of a session. Returns whether there was any.
+    /// Handles completions and messages of a session. Returns whether there was any. An error is that of the session.
     fn attend(&mut self, node: usize) -> Result<bool> {
         let Some(session) = &mut self.sessions[node] else {
             return Ok(false);
         };
         let mut completions = Vec::new();
-        session.endpoint.poll(&mut completions)?;
+        session.link.endpoint.poll(&mut completions)?;
         for completion in &completions {
             match kind(completion) {
                 (Kind::MessageSent, _) => {}
@@ -180,7 +202,7 @@ impl Player<'_> {
             }
         }
         if let Some(session) = &mut self.sessions[node] {
-            if let Some(other) = session.connection.try_receive_reply()? {
+            if let Some(other) = session.link.connection.try_receive_reply()? {
                 return Err(unexpected(&other).into());
             }
         }
@@ -192,8 +214,8 @@ impl Player<'_> {
         let Some(session) = &self.sessions[node] else {
             return Ok(());
         };
-        let message = session.endpoint.received(place)?;
-        session.endpoint.post_message_receive(place)?;
+        let message = session.link.endpoint.received(place)?;
+        session.link.endpoint.post_message_receive(place)?;
         match message {
             Message::Announced { buffer, block, bytes } => {
                 ensure!(
@@ -207,14 +229,38 @@ impl Player<'_> {
         }
     }
 
+    /// A block has arrived in a buffer: gives its copies back to the nodes.
+    fn arrived(&mut self, node: usize, buffer: u32) -> Result<()> {
+        let reading = self.reading[buffer as usize].take_if(|reading| reading.from.node == node);
+        let Reading { block, from, others } = reading.context("a buffer without a block was read")?;
+        self.arrived.push((buffer, block));
+        for copy in others.into_iter().chain([from]) {
+            let Some(session) = &mut self.sessions[copy.node] else {
+                continue;
+            };
+            if copy == from {
+                session.reading -= 1;
+            }
+            if let Err(error) = session.release(copy.buffer) {
+                self.failing.push((copy.node, error));
+            }
+        }
+        Ok(())
+    }
+
     /// Starts to read blocks to free buffers, in their order. Returns whether there was any.
     fn start_reads(&mut self) -> Result<bool> {
         let mut progress = false;
         while !self.has_enough() && self.target.has_buffer() && self.pace.delay(Instant::now()).is_zero() {
-            let Some((block, copies)) = self.order.take()? else {
+            let Some(taken) = self.order.take()? else {
                 break;
             };
-            self.target.in_order(&block)?;
+            let Taken {
+                block,
+                starts_again,
+                copies,
+            } = taken;
+            self.target.in_order(&block, starts_again)?;
             let buffer = self.target.take_buffer().context("no buffer is free")?;
             self.taken += 1;
             self.pace.advance(Instant::now());
@@ -225,136 +271,101 @@ impl Player<'_> {
     }
 
     /// Starts to read one of the copies of a block: that of the node with the fewest reads.
+    ///
+    /// # Errors
+    ///
+    /// No storage node has the block any more.
     fn read_one_of(&mut self, block: Block, mut copies: Vec<Copy>, buffer: u32) -> Result<()> {
         let load = |copy: &Copy| self.sessions[copy.node].as_ref().map(|session| session.reading);
         // Copies of a session that failed are gone.
         copies.retain(|copy| load(copy).is_some());
         let best = (0..copies.len()).min_by_key(|place| load(&copies[*place]));
-        let best = best.with_context(|| format!("no storage node has block {} any more", block.sequence))?;
+        let best = best.with_context(|| {
+            let reasons = self.target.result.failed.join("; ");
+            format!("no storage node has block {} any more: {reasons}", block.sequence)
+        })?;
         let from = copies.swap_remove(best);
         self.reading[buffer as usize] = Some(Reading {
             block,
             from,
             others: copies,
         });
-        let read = self.sessions[from.node]
-            .as_mut()
-            .map(|session| session.read(from.buffer, buffer));
-        match read {
-            Some(Err(error)) => self.session_failed(from.node, &error),
-            _ => Ok(()),
+        if let Some(session) = &mut self.sessions[from.node] {
+            if let Err(error) = session.read(from.buffer, buffer) {
+                // The block is read again, from another node, when this one is ended.
+                self.failing.push((from.node, error));
+            }
         }
+        Ok(())
     }
 
-    /// A block has arrived in a buffer: gives its copies back to the nodes, and starts the work on it.
-    fn arrived(&mut self, node: usize, buffer: u32) -> Result<()> {
-        let reading = self.reading[buffer as usize].take();
-        let Reading { block, from, others } = reading.context("a buffer without a block was read")?;
-        ensure!(from.node == node, "a block of another node was read");
-        self.target.start(buffer, block)?;
-        let mut failed = Vec::new();
-        for copy in others.into_iter().chain([from]) {
-            let Some(session) = &mut self.sessions[copy.node] else {
+    /// Ends the sessions that failed. With a mirror, playback continues with the other storage nodes, which read again what was
+    /// being read. Returns whether there was any.
+    ///
+    /// # Errors
+    ///
+    /// No other storage node has the blocks.
+    fn end_failing(&mut self) -> Result<bool> {
+        let mut any = false;
+        while let Some((node, error)) = self.failing.pop() {
+            let Some(mut session) = self.sessions[node].take() else {
                 continue;
             };
-            if copy == from {
-                session.reading -= 1;
+            any = true;
+            let reason = session.link.reason(&error);
+            // The queue pair ends with the session, so its NIC does not write to buffers any more.
+            drop(session);
+            if !self.options.mirror || self.sessions.iter().all(Option::is_none) {
+                bail!("{reason}");
             }
-            if let Err(error) = session.release(copy.buffer) {
-                failed.push((copy.node, error));
-            }
-        }
-        for (node, error) in failed {
-            self.session_failed(node, &error)?;
-        }
-        Ok(())
-    }
-
-    /// A session has failed. With a mirror, playback continues with the other storage nodes, which have all blocks.
-    fn session_failed(&mut self, node: usize, error: &anyhow::Error) -> Result<()> {
-        let Some(mut session) = self.sessions[node].take() else {
-            return Ok(());
-        };
-        let reason = format!(
-            "storage node {}: {}",
-            session.name,
-            reason_of(&mut session.connection, error)
-        );
-        // The queue pair ends with the session, so its NIC does not write to buffers any more.
-        drop(session);
-        if !self.options.mirror || self.sessions.iter().all(Option::is_none) {
-            bail!("{reason}");
-        }
-        self.order.lost(node);
-        self.target.result.failed.push(reason);
-        for buffer in 0..self.reading.len() {
-            let interrupted = self.reading[buffer].take_if(|reading| reading.from.node == node);
-            if let Some(Reading { block, others, .. }) = interrupted {
-                self.read_one_of(block, others, buffer as u32)?;
+            self.order.lost(node);
+            self.target.result.failed.push(reason);
+            for buffer in 0..self.reading.len() {
+                let interrupted = self.reading[buffer].take_if(|reading| reading.from.node == node);
+                if let Some(Reading { block, others, .. }) = interrupted {
+                    self.read_one_of(block, others, buffer as u32)?;
+                }
             }
         }
-        Ok(())
+        Ok(any)
     }
 
     fn wait(&mut self) -> Result<()> {
-        let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
-        let timeout = timeout.unwrap_or(Duration::from_secs(30));
+        let timeout = timeout_of(&self.options.sessions);
         // A block may have to wait for its turn at the requested rate.
         let interval = Pace::new(self.options.rate, self.target.result.block_size, Instant::now()).interval();
         if self.last_progress.elapsed() > timeout + interval {
             return self.nothing_happens(timeout);
         }
-        let mut again = false;
-        for node in 0..self.sessions.len() {
-            match self.sessions[node].as_mut().map(|session| session.endpoint.arm()) {
-                Some(Ok(missed)) => again |= missed,
-                Some(Err(error)) => {
-                    self.session_failed(node, &error)?;
-                    again = true;
-                }
-                None => {}
-            }
-        }
-        if again {
-            return Ok(());
-        }
-        let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
-        for session in self.sessions.iter().flatten() {
-            fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
-        }
-        fds.extend(self.target.event());
         let mut limit = self.target.longest_wait();
         let delay = self.pace.delay(Instant::now());
         if !delay.is_zero() && self.target.has_buffer() {
             limit = limit.min(delay);
         }
-        wait(&fds, limit)?;
-        for node in 0..self.sessions.len() {
-            let cleared = self.sessions[node]
-                .as_mut()
-                .map(|session| session.endpoint.clear_event());
-            if let Some(Err(error)) = cleared {
-                self.session_failed(node, &error)?;
-            }
-        }
+        let failed = wait_for(links(&mut self.sessions), self.target.event(), limit)?;
+        self.failing.extend(failed);
         Ok(())
     }
 
-    /// Ends the sessions for which everything waits.
+    /// Fails the sessions for which everything waits.
     fn nothing_happens(&mut self, timeout: Duration) -> Result<()> {
         ensure!(
             self.target.computing() == 0,
             "the accelerator did not complete {} blocks within {timeout:?}",
             self.target.computing()
         );
-        for node in 0..self.sessions.len() {
-            let reading = self.sessions[node].as_ref().map_or(0, |session| session.reading);
-            if reading > 0 || self.order.waits_for(node) {
+        for (node, session) in self.sessions.iter().enumerate() {
+            let Some(session) = session else { continue };
+            let reading = session.reading;
+            // A node that keeps copies of what others are read from may have no buffer for its next block.
+            let keeps = |reading: &Reading| reading.others.iter().any(|copy| copy.node == node);
+            let is_waited_for = self.order.waits_for(node) && !self.reading.iter().flatten().any(keeps);
+            if reading > 0 || is_waited_for {
                 let error = anyhow::anyhow!("nothing happened for {timeout:?}; {reading} blocks are read");
-                self.session_failed(node, &error)?;
+                self.failing.push((node, error));
             }
         }
-        self.last_progress = Instant::now();
+        ensure!(!self.failing.is_empty(), "nothing happened for {timeout:?}");
         Ok(())
     }
 }

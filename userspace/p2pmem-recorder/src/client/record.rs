@@ -3,20 +3,19 @@
 //! Recording: blocks are computed in the accelerator, and sent from there to one or more storage nodes.
 
 use std::collections::BTreeMap;
-use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::{Access, Request as Work, Work as Operation};
 
-use super::compute::{Compute, Registered};
+use super::compute::Compute;
+use super::link::{finish_all, timeout_of, wait_for, Link};
 use super::source::{Source, SourceOptions};
-use super::{now, reason_of, SessionRequest, Verification, MAX_SESSIONS};
+use super::{now, SessionRequest, Verification, MAX_SESSIONS};
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Record, Reply, Request};
-use crate::rdma::{id, kind, open_nic, Capacity, Endpoint, Kind, MAX_BLOCK};
+use crate::control::{unexpected, Record, Reply, Request};
+use crate::rdma::{id, kind, Kind, MAX_BLOCK};
 use crate::store::Block;
-use crate::wait::wait;
 
 /// What is recorded.
 #[derive(Debug, Clone)]
@@ -56,11 +55,7 @@ pub struct Recorded {
 
 /// The session with one storage node.
 struct Session {
-    // Fields are dropped in this order: no request can access memory whose registration has ended.
-    endpoint: Endpoint,
-    registered: Registered,
-    connection: Connection,
-    name: String,
+    link: Link,
     recording: u64,
     memory: String,
     credits: u32,
@@ -81,30 +76,18 @@ struct Pending {
 
 impl Session {
     fn start(request: &SessionRequest, compute: &dyn Compute, started: u64) -> Result<Self> {
-        let mut connection = request.remote.connect()?;
-        let nic = open_nic(&request.nic)?;
         let buffers = compute.buffers();
-        let endpoint = Endpoint::new(
-            &nic,
-            request.gid_index,
-            Capacity {
-                sends: 2 * buffers,
-                receives: buffers,
-                messages_sent: buffers,
-                messages_received: buffers,
-            },
-        )?;
         // The NIC only reads the blocks.
-        let registered = compute.register(endpoint.domain(), Access::LOCAL_READ)?;
-        connection.send(&Request::Record(Record {
+        let mut link = Link::open(request, compute, Access::LOCAL_READ)?;
+        link.connection.send(&Request::Record(Record {
             channel: request.channel.clone(),
             port: request.port,
             block_size: compute.block_size(),
             started,
-            address: endpoint.address(),
+            address: link.endpoint.address(),
             buffers,
         }))?;
-        let (recording, address, credits, memory) = match connection.receive_reply()? {
+        let (recording, address, credits, memory) = match link.connection.receive_reply()? {
             Reply::RecordReady {
                 recording,
                 address,
@@ -114,20 +97,10 @@ impl Session {
             } => (recording, address, credits, memory),
             other => return Err(unexpected(&other).into()),
         };
-        ensure!(
-            (1..=buffers).contains(&credits),
-            "the node gives {credits} credits for {buffers} buffers"
-        );
-        endpoint.connect(&address)?;
         // Each acknowledgement has at least one block, so there are never more of them than credits.
-        for place in 0..credits {
-            endpoint.post_message_receive(place)?;
-        }
+        link.connect(&address, credits, buffers)?;
         Ok(Self {
-            endpoint,
-            registered,
-            connection,
-            name: request.remote.address.clone(),
+            link,
             recording,
             memory,
             credits,
@@ -152,13 +125,19 @@ impl Session {
         let payload = Work {
             // The completion of the payload frees the buffer, and the place of the message before it.
             id: id(Kind::Payload, (buffer << 16) | place),
-            local: self.registered.segment(buffer, block_size),
+            local: self.link.registered.segment(buffer, block_size),
             work: Operation::Send,
             signaled: true,
         };
-        self.endpoint
-            .post(&[self.endpoint.message(place, &description, false), payload])
+        let endpoint = &self.link.endpoint;
+        endpoint.post(&[endpoint.message(place, &description, false), payload])
     }
+}
+
+/// Returns the links of the sessions that have not failed, with their numbers.
+fn links(sessions: &mut [Option<Session>]) -> impl Iterator<Item = (usize, &mut Link)> {
+    let sessions = sessions.iter_mut().enumerate();
+    sessions.filter_map(|(number, session)| Some((number, &mut session.as_mut()?.link)))
 }
 
 /// The recording program.
@@ -226,10 +205,8 @@ impl Recorder<'_> {
             .with_context(|| format!("{} blocks are acknowledged; recording failed", self.result.acknowledged))?;
         self.result.verified = self.source.verified();
         self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        for number in 0..self.sessions.len() {
-            if let Err(error) = self.finish(number) {
-                self.session_failed(number, &error)?;
-            }
+        for (number, error) in finish_all(links(&mut self.sessions)) {
+            self.session_failed(number, &error)?;
         }
         Ok(self.result)
     }
@@ -252,18 +229,6 @@ impl Recorder<'_> {
             self.wait()?;
         }
         Ok(())
-    }
-
-    /// Ends a session whose blocks are all acknowledged.
-    fn finish(&mut self, number: usize) -> Result<()> {
-        let Some(session) = &mut self.sessions[number] else {
-            return Ok(());
-        };
-        session.connection.send(&Request::Finish)?;
-        match session.connection.receive_reply()? {
-            Reply::Finished { .. } => Ok(()),
-            other => Err(unexpected(&other).into()),
-        }
     }
 
     /// Returns the sessions that get a block, a bit each; `None` if one of them is not ready.
@@ -315,7 +280,7 @@ impl Recorder<'_> {
             return Ok(false);
         };
         let mut completions = Vec::new();
-        session.endpoint.poll(&mut completions)?;
+        session.link.endpoint.poll(&mut completions)?;
         let (mut sent, mut acknowledged) = (Vec::new(), Vec::new());
         for completion in &completions {
             match kind(completion) {
@@ -325,8 +290,8 @@ impl Recorder<'_> {
                     sent.push(buffer_and_place >> 16);
                 }
                 (Kind::MessageReceived, place) => {
-                    let message = session.endpoint.received(place)?;
-                    session.endpoint.post_message_receive(place)?;
+                    let message = session.link.endpoint.received(place)?;
+                    session.link.endpoint.post_message_receive(place)?;
                     let Message::Acknowledged(sequences) = message else {
                         bail!("the node sent {message:?} instead of an acknowledgement");
                     };
@@ -338,7 +303,7 @@ impl Recorder<'_> {
                 }
             }
         }
-        let control = session.connection.try_receive_reply();
+        let control = session.link.connection.try_receive_reply();
         // Acknowledgements that arrived count, also if the session has ended.
         for buffer in sent {
             self.sent(number, self.source.sequence(buffer));
@@ -407,11 +372,7 @@ impl Recorder<'_> {
         let Some(mut session) = self.sessions[number].take() else {
             return Ok(());
         };
-        let reason = format!(
-            "storage node {}: {}",
-            session.name,
-            reason_of(&mut session.connection, error)
-        );
+        let reason = session.link.reason(error);
         // The queue pair ends with the session, so its NIC does not read buffers any more.
         drop(session);
         let sequences: Vec<u64> = self.pending.keys().copied().collect();
@@ -428,38 +389,13 @@ impl Recorder<'_> {
     }
 
     fn wait(&mut self) -> Result<()> {
-        let timeout = self.options.sessions.iter().map(|session| session.remote.timeout).max();
-        let timeout = timeout.unwrap_or(Duration::from_secs(30));
+        let timeout = timeout_of(&self.options.sessions);
         if self.last_progress.elapsed() > timeout + self.source.interval() {
             return self.nothing_happens(timeout);
         }
-        let mut again = false;
-        for number in 0..self.sessions.len() {
-            match self.sessions[number].as_mut().map(|session| session.endpoint.arm()) {
-                Some(Ok(armed)) => again |= armed,
-                Some(Err(error)) => {
-                    self.session_failed(number, &error)?;
-                    again = true;
-                }
-                None => {}
-            }
-        }
-        if again {
-            return Ok(());
-        }
-        let mut fds: Vec<BorrowedFd<'_>> = Vec::new();
-        for session in self.sessions.iter().flatten() {
-            fds.extend([session.endpoint.as_fd(), session.connection.as_fd()]);
-        }
-        fds.extend(self.source.event());
-        wait(&fds, self.source.longest_wait())?;
-        for number in 0..self.sessions.len() {
-            let cleared = self.sessions[number]
-                .as_mut()
-                .map(|session| session.endpoint.clear_event());
-            if let Some(Err(error)) = cleared {
-                self.session_failed(number, &error)?;
-            }
+        let links = links(&mut self.sessions);
+        for (number, error) in wait_for(links, self.source.event(), self.source.longest_wait())? {
+            self.session_failed(number, &error)?;
         }
         Ok(())
     }

@@ -32,15 +32,13 @@ pub struct Played {
     pub nanoseconds: u64,
     /// Blocks whose spectrum was compared with what the processor computes.
     pub verified: u64,
-    /// Storage nodes that failed, with the reason. Others had their blocks.
+    /// Storage nodes of a mirror that failed, with the reason. The others had all blocks that were played.
     pub failed: Vec<String>,
 }
 
 /// The target of a playback.
 pub(crate) struct Target<'a> {
     compute: &'a mut dyn Compute,
-    /// Whether the first block may follow the last one.
-    repeat: bool,
     free: Vec<u32>,
     /// The block in each buffer on which there is work.
     content: Vec<Option<Block>>,
@@ -55,7 +53,6 @@ impl<'a> Target<'a> {
     /// Returns a target whose buffers are all free. `recordings` and `memory` are for the result.
     pub(crate) fn new(
         compute: &'a mut dyn Compute,
-        repeat: bool,
         verify: Verification,
         recordings: Vec<u64>,
         memory: String,
@@ -63,7 +60,6 @@ impl<'a> Target<'a> {
         let (buffers, block_size) = (compute.buffers(), compute.block_size());
         Self {
             compute,
-            repeat,
             free: (0..buffers).rev().collect(),
             content: vec![None; buffers as usize],
             computing: 0,
@@ -78,19 +74,17 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Checks the order of a block that follows the one before, and counts sequence numbers without a block.
+    /// Checks the order of a block that follows the one before, and counts sequence numbers without a block. `starts_again` says
+    /// that the block is the first one again.
     ///
     /// # Errors
     ///
     /// The block does not follow.
-    pub(crate) fn in_order(&mut self, block: &Block) -> Result<()> {
-        if let Some(last) = self.result.last {
-            if block.sequence <= last {
-                let starts_again = self.repeat && self.result.first == Some(block.sequence);
-                ensure!(starts_again, "block {} follows block {last}", block.sequence);
-            } else {
-                self.result.missing += block.sequence - last - 1;
-            }
+    pub(crate) fn in_order(&mut self, block: &Block, starts_again: bool) -> Result<()> {
+        if let Some(last) = self.result.last.filter(|_| !starts_again) {
+            ensure!(block.sequence > last, "block {} follows block {last}", block.sequence);
+            let between = block.sequence - last - 1;
+            self.result.missing = self.result.missing.saturating_add(between);
         }
         self.result.first.get_or_insert(block.sequence);
         self.result.last = Some(block.sequence);

@@ -93,3 +93,13 @@ impl<S: System> LocalStore<S> {
         Ok(blocks)
     }
 }
+
+/// If a session failed with transfers in flight, reports its error at once: ending them can take as long as the kernel tries to reach
+/// the drives.
+pub(super) fn report_waiting(ended: &anyhow::Result<()>, in_flight: usize) {
+    if let (Err(error), 1..) = (ended, in_flight) {
+        eprintln!(
+            "p2pmem-recorder: {error:#}; waiting for {in_flight} transfers that the kernel has not ended, see the kernel log"
+        );
+    }
+}

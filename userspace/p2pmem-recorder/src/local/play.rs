@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
 
-use super::drives::LocalStore;
+use super::drives::{report_waiting, LocalStore};
 use crate::client::compute::Compute;
 use crate::client::target::{Played, Target};
 use crate::client::Verification;
@@ -77,10 +77,11 @@ pub fn play<S: System<File = File>>(
         engine: PlayEngine::new(reader, blocks).context("starting io_uring")?,
         local,
         pace: Pace::new(options.rate, compute.block_size(), started),
-        target: Target::new(compute, options.repeat, options.verify, vec![number], memory),
+        target: Target::new(compute, options.verify, vec![number], memory),
         cursor,
     };
     let ended = player.run(options.timeout, stop);
+    report_waiting(&ended, player.engine.in_flight());
     let result = &mut player.target.result;
     ended.with_context(|| format!("{} blocks were played; playback failed", result.blocks))?;
     result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
@@ -128,7 +129,9 @@ impl<S: System<File = File>> Player<'_, S> {
             let Some(buffer) = self.target.take_buffer() else {
                 break;
             };
-            self.target.in_order(&block)?;
+            // The cursor repeats only if the options say so.
+            let starts_again = self.target.result.last.is_some_and(|last| block.sequence <= last);
+            self.target.in_order(&block, starts_again)?;
             self.engine.fetch(buffer as usize, block.sequence)?;
             self.cursor.advance(self.engine.reader());
             self.pace.advance(Instant::now());
@@ -143,11 +146,10 @@ impl<S: System<File = File>> Player<'_, S> {
         let progress = !done.is_empty();
         for fetched in done {
             let sequence = fetched.block.sequence;
-            fetched.result.with_context(|| {
-                let folder = self.engine.reader().drive(sequence);
-                let drive = folder.map_or_else(|| "its drive".into(), |folder| self.local.describe(&folder));
-                format!("reading block {sequence} from {drive}")
-            })?;
+            let drive = &fetched.drive;
+            fetched
+                .result
+                .with_context(|| format!("reading block {sequence} from {}", self.local.describe(drive)))?;
             self.target.start(fetched.buffer as u32, fetched.block)?;
         }
         Ok(progress)

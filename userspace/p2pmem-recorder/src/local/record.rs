@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
 
-use super::drives::LocalStore;
+use super::drives::{report_waiting, LocalStore};
 use crate::client::compute::Compute;
 use crate::client::record::Recorded;
 use crate::client::source::{Source, SourceOptions};
@@ -86,6 +86,7 @@ pub fn record<S: System<File = File>>(
     };
     let started = Instant::now();
     let ended = recorder.run(options.timeout, stop);
+    report_waiting(&ended, recorder.engine.in_flight());
     // After an error, blocks that were given to the drives become durable, too.
     let (result, finished) = recorder.finish(started);
     let ended = ended.and(finished.context("ending the recording"));
@@ -149,12 +150,7 @@ impl<S: System<File = File>> Recorder<'_, S> {
     }
 
     fn count(&mut self, done: &Progress) {
-        self.result.acknowledged += done.acknowledged.len() as u64;
-        for failure in &done.failures {
-            let reason = format!("{} failed: {}", self.local.describe(&failure.drive), failure.error);
-            eprintln!("p2pmem-recorder: {reason}; blocks that it did not acknowledge go to the other drives");
-            self.result.failed.push(reason);
-        }
+        count(&mut self.result, self.local, done);
     }
 
     /// Waits for the drives, and ends the recording.
@@ -163,7 +159,19 @@ impl<S: System<File = File>> Recorder<'_, S> {
         self.count(&done);
         self.result.verified = self.source.verified();
         self.result.nanoseconds = u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        let (_, finished) = self.engine.finish();
+        let (result, local) = (&mut self.result, self.local);
+        let (done, finished) = self.engine.finish();
+        count(result, local, &done);
         (self.result, drained.and(finished))
+    }
+}
+
+/// Counts acknowledged blocks, and reports drives that failed.
+fn count<S: System>(result: &mut Recorded, local: &LocalStore<S>, done: &Progress) {
+    result.acknowledged += done.acknowledged.len() as u64;
+    for failure in &done.failures {
+        let reason = format!("{} failed: {}", local.describe(&failure.drive), failure.error);
+        eprintln!("p2pmem-recorder: {reason}; blocks that it did not acknowledge go to the other drives");
+        result.failed.push(reason);
     }
 }

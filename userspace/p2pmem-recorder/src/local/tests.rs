@@ -186,10 +186,10 @@ fn recorded_blocks_are_played_and_verified() {
     assert_eq!((played.blocks, played.missing, played.verified), (20, 0, 5));
     assert_eq!((played.first, played.last), (Some(0), Some(19)));
 
-    let reader = bed.local.store().reader(&ChannelName::from(&channel()), 0).unwrap();
-    let drives: std::collections::BTreeSet<PathBuf> = (0..20).map(|at| reader.drive(at).unwrap()).collect();
+    let mut reader = bed.local.store().reader(&ChannelName::from(&channel()), 0).unwrap();
+    let drives = (0..20).map(|at| reader.locate(at).unwrap().drive.to_path_buf());
+    let drives: std::collections::BTreeSet<PathBuf> = drives.collect();
     assert!(drives.iter().eq(&bed.drives), "{drives:?}");
-    assert_eq!(reader.drive(20), None);
     let time = reader.block(15).unwrap().time;
     let first = reader.at_time(time..).unwrap().sequence;
     let played = bed.play(|options| options.start = Start::Time(time)).unwrap();

@@ -127,14 +127,6 @@ impl<S: System> Reader<S> {
         gaps.map(|pair| pair[0] + 1..=pair[1] - 1).collect()
     }
 
-    /// Returns the folder of the drive that has a block, if it is recorded.
-    pub fn drive(&self, sequence: u64) -> Option<PathBuf> {
-        let content = self.recording.read();
-        let stored = content.blocks.get(&sequence)?;
-        let path = &content.segments[stored.segment as usize];
-        self.shared.drives.iter().find(|drive| path.starts_with(drive)).cloned()
-    }
-
     /// Returns where the payload of a block is.
     ///
     /// # Errors

@@ -36,6 +36,21 @@ struct Announcements {
 pub(super) struct Order {
     nodes: Vec<Option<Announcements>>,
     repeat: bool,
+    /// The round of the block that was taken last.
+    round: u64,
+    /// The round and the number of the last block that a node announced which failed before its end.
+    lost: Option<(u64, u64)>,
+}
+
+/// A block whose turn it is.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Taken {
+    /// The block.
+    pub block: Block,
+    /// Whether playback starts again with this block.
+    pub starts_again: bool,
+    /// Where the block is.
+    pub copies: Vec<Copy>,
 }
 
 impl Order {
@@ -44,6 +59,8 @@ impl Order {
         Self {
             nodes: (0..nodes).map(|_| Some(Announcements::default())).collect(),
             repeat,
+            round: 0,
+            lost: None,
         }
     }
 
@@ -85,7 +102,18 @@ impl Order {
 
     /// A node has failed.
     pub(super) fn lost(&mut self, node: usize) {
-        self.nodes[node] = None;
+        if let Some(of) = self.nodes[node].take().filter(|of| !of.ended) {
+            self.lost = self.lost.max(of.last.map(|last| (of.round, last)));
+        }
+    }
+
+    /// Returns the last block that a node announced which failed, if no other node has announced as much: the others end too early.
+    pub(super) fn missing_end(&self) -> Option<u64> {
+        let others = self.nodes.iter().flatten();
+        let most = others.filter_map(|of| of.last.map(|last| (of.round, last))).max();
+        self.lost
+            .filter(|lost| Some(*lost) > most)
+            .map(|(_, sequence)| sequence)
     }
 
     /// Whether all blocks of a node are taken, and a further one may come. Nothing can be taken until it comes, or the node ends.
@@ -100,12 +128,12 @@ impl Order {
         self.nodes.iter().flatten().all(|of| of.ended && of.waiting.is_empty())
     }
 
-    /// Takes the next block, and returns where it is. Returns `None` if a node may still announce an earlier one, or there is none.
+    /// Takes the next block. Returns `None` if a node may still announce an earlier one, or there is none.
     ///
     /// # Errors
     ///
     /// Two nodes have different blocks with one sequence number.
-    pub(super) fn take(&mut self) -> Result<Option<(Block, Vec<Copy>)>> {
+    pub(super) fn take(&mut self) -> Result<Option<Taken>> {
         if (0..self.nodes.len()).any(|node| self.waits_for(node)) {
             return Ok(None);
         }
@@ -128,7 +156,12 @@ impl Order {
                 copies.push(Copy { node, buffer });
             }
         }
-        Ok(Some((block, copies)))
+        let starts_again = std::mem::replace(&mut self.round, round) != round;
+        Ok(Some(Taken {
+            block,
+            starts_again,
+            copies,
+        }))
     }
 }
 
@@ -155,7 +188,7 @@ mod tests {
     /// Takes all blocks that can be taken: their sequence numbers, and the nodes that have them.
     fn taken(order: &mut Order) -> Vec<(u64, Vec<usize>)> {
         let mut all = Vec::new();
-        while let Some((block, copies)) = order.take().unwrap() {
+        while let Some(Taken { block, copies, .. }) = order.take().unwrap() {
             assert!(copies.iter().all(|copy| u64::from(copy.buffer) == block.sequence));
             all.push((block.sequence, copies.iter().map(|copy| copy.node).collect()));
         }
@@ -192,13 +225,52 @@ mod tests {
         let mut order = Order::new(2, false);
         order.announced(0, block(5), 5).unwrap();
         announce(&mut order, 1, &[4, 6]);
-        assert_eq!(order.take().unwrap().unwrap().0.sequence, 4);
+        assert_eq!(order.take().unwrap().unwrap().block.sequence, 4);
         order.lost(0);
         assert_eq!(taken(&mut order), [(6, vec![1])]);
         assert!(order.is_finished());
+        assert_eq!(order.missing_end(), None, "the other node has announced block 6");
         // What arrives of it later is ignored.
         order.announced(0, block(1), 1).unwrap();
         order.ended(0, 9).unwrap();
+    }
+
+    #[test]
+    fn an_end_that_only_a_lost_node_had_is_missed() {
+        let mut order = Order::new(2, false);
+        announce(&mut order, 1, &[0, 1, 2]);
+        for sequence in 0..5 {
+            order.announced(0, block(sequence), sequence as u32).unwrap();
+        }
+        assert_eq!(taken(&mut order).len(), 5);
+        order.lost(0);
+        assert!(order.is_finished());
+        assert_eq!(order.missing_end(), Some(4));
+        // A node that ended had no further block.
+        let mut order = Order::new(2, false);
+        announce(&mut order, 0, &[0, 1]);
+        announce(&mut order, 1, &[0]);
+        order.lost(0);
+        assert_eq!(order.missing_end(), None);
+    }
+
+    #[test]
+    fn playback_starts_again_with_the_first_block_of_a_round() {
+        let mut order = Order::new(2, true);
+        // The first node's copy of block 0 is lost with it. The other one begins with block 1.
+        for (sequence, buffer) in [(0, 0), (1, 1), (2, 2), (0, 3)] {
+            order.announced(0, block(sequence), buffer).unwrap();
+        }
+        announce(&mut order, 1, &[1, 2, 1, 2]);
+        let mut seen = Vec::new();
+        for count in 0..6 {
+            if count == 2 {
+                order.lost(0);
+            }
+            let Some(taken) = order.take().unwrap() else { break };
+            seen.push((taken.block.sequence, taken.starts_again));
+        }
+        assert_eq!(seen, [(0, false), (1, false), (2, false), (1, true), (2, false)]);
     }
 
     #[test]

@@ -2,14 +2,15 @@
 
 //! The session with one storage node during a playback.
 
-use anyhow::{ensure, Result};
+use anyhow::Result;
 use p2pmem_verbs::{Access, Remote, Request as WorkRequest, Work};
 
-use crate::client::compute::{Compute, Registered};
+use crate::client::compute::Compute;
+use crate::client::link::Link;
 use crate::client::SessionRequest;
 use crate::control::message::Message;
-use crate::control::{unexpected, Connection, Play, Reply, Request, Start, Window};
-use crate::rdma::{id, open_nic, Capacity, Endpoint, Kind};
+use crate::control::{unexpected, Play, Reply, Request, Start, Window};
+use crate::rdma::{id, Kind};
 
 /// What a node plays.
 #[derive(Debug, Clone, Copy)]
@@ -28,12 +29,7 @@ pub(super) struct Selection {
 
 /// The session with one storage node.
 pub(super) struct Session {
-    // Fields are dropped in this order: no request can access memory whose registration has ended.
-    pub endpoint: Endpoint,
-    registered: Registered,
-    pub connection: Connection,
-    /// The address of the node, for people.
-    pub name: String,
+    pub link: Link,
     /// The number of the recording.
     pub recording: u64,
     /// The memory that the node chose.
@@ -53,21 +49,9 @@ impl Session {
     ///
     /// The node cannot be reached, or refuses the session.
     pub(super) fn start(request: &SessionRequest, selection: Selection, compute: &dyn Compute) -> Result<Self> {
-        let mut connection = request.remote.connect()?;
-        let nic = open_nic(&request.nic)?;
         let (buffers, block_size) = (compute.buffers(), compute.block_size());
-        let endpoint = Endpoint::new(
-            &nic,
-            request.gid_index,
-            Capacity {
-                sends: 2 * buffers,
-                receives: buffers,
-                messages_sent: buffers,
-                messages_received: buffers,
-            },
-        )?;
-        let registered = compute.register(endpoint.domain(), Access::LOCAL_WRITE)?;
-        connection.send(&Request::Play(Play {
+        let mut link = Link::open(request, compute, Access::LOCAL_WRITE)?;
+        link.connection.send(&Request::Play(Play {
             channel: request.channel.clone(),
             port: request.port,
             recording: selection.recording,
@@ -76,10 +60,10 @@ impl Session {
             repeat: selection.repeat,
             rate: selection.rate,
             block_size,
-            address: endpoint.address(),
+            address: link.endpoint.address(),
             buffers,
         }))?;
-        let (recording, address, window, credits, memory) = match connection.receive_reply()? {
+        let (recording, address, window, credits, memory) = match link.connection.receive_reply()? {
             Reply::PlayReady {
                 recording,
                 address,
@@ -90,21 +74,11 @@ impl Session {
             } => (recording, address, window, credits, memory),
             other => return Err(unexpected(&other).into()),
         };
-        ensure!(
-            (1..=buffers).contains(&credits),
-            "the node announces {credits} blocks at once, for {buffers} buffers"
-        );
-        endpoint.connect(&address)?;
         // The node announces a buffer again only after its release, so there are never more messages than credits.
-        for place in 0..credits {
-            endpoint.post_message_receive(place)?;
-        }
-        connection.send(&Request::Ready)?;
+        link.connect(&address, credits, buffers)?;
+        link.connection.send(&Request::Ready)?;
         Ok(Self {
-            endpoint,
-            registered,
-            connection,
-            name: request.remote.address.clone(),
+            link,
             recording,
             memory,
             window,
@@ -116,9 +90,9 @@ impl Session {
 
     /// Starts to read a buffer of the node to a buffer of the accelerator.
     pub(super) fn read(&mut self, remote: u32, buffer: u32) -> Result<()> {
-        self.endpoint.post(&[WorkRequest {
+        self.link.endpoint.post(&[WorkRequest {
             id: id(Kind::Payload, buffer),
-            local: self.registered.segment(buffer, self.block_size),
+            local: self.link.registered.segment(buffer, self.block_size),
             work: Work::Read(Remote {
                 address: self.window.address + u64::from(remote) * self.block_size,
                 rkey: self.window.rkey,
@@ -131,17 +105,9 @@ impl Session {
 
     /// Gives a buffer back to the node.
     pub(super) fn release(&self, remote: u32) -> Result<()> {
+        let endpoint = &self.link.endpoint;
         let released = Message::Released { buffer: remote };
         // The place of the message has the number of the node's buffer, which is not announced again before the release.
-        self.endpoint.post(&[self.endpoint.message(remote, &released, true)])
-    }
-
-    /// Ends the session.
-    pub(super) fn finish(&mut self) -> Result<()> {
-        self.connection.send(&Request::Finish)?;
-        match self.connection.receive_reply()? {
-            Reply::Finished { .. } => Ok(()),
-            other => Err(unexpected(&other).into()),
-        }
+        endpoint.post(&[endpoint.message(remote, &released, true)])
     }
 }
