@@ -8,7 +8,6 @@
 
 use std::fmt::Error;
 use std::sync::Arc;
-use std::thread::JoinHandle;
 
 use anyhow::{Context, Result};
 use p2pmem_exporter::http::Server;
@@ -26,7 +25,6 @@ use crate::store::ChannelName;
 #[derive(Debug)]
 pub struct Metrics {
     server: Server,
-    thread: Option<JoinHandle<()>>,
 }
 
 impl Metrics {
@@ -39,12 +37,11 @@ impl Metrics {
         let server = Server::bind(address).context("serving metrics")?;
         let serving = server.clone();
         let scrape = move || render(node.status(), node.totals(), &nics);
-        let thread = std::thread::Builder::new()
+        std::thread::Builder::new()
             .name("metrics".into())
             .spawn(move || serving.serve(scrape))
             .context("starting the thread of the metrics")?;
-        let thread = Some(thread);
-        Ok(Self { server, thread })
+        Ok(Self { server })
     }
 
     /// Returns the address of the metrics.
@@ -55,11 +52,8 @@ impl Metrics {
 
 impl Drop for Metrics {
     fn drop(&mut self) {
+        // The thread is not joined: it may wait for a client that does not read its answer.
         self.server.stop();
-        if let Some(thread) = self.thread.take() {
-            // The thread has printed its panic.
-            drop(thread.join());
-        }
     }
 }
 

@@ -295,17 +295,17 @@ impl Node {
         self.changes.notify();
     }
 
-    /// Notes that a session used a drive without an error, which removes the error of another session from the status.
+    /// Notes that a session used a drive without an error, which removes the error of an earlier session from the status.
     pub fn drive_worked(&self, session: &SessionHandle, folder: &Path) {
         if self.drives.worked(folder, session.id()) {
             self.changes.notify();
         }
     }
 
-    /// Removes the error of a drive from the status, because a person knows it. `number` counts the drives in the order of
-    /// the options, from 0. Returns whether the drive had an error.
-    pub fn acknowledge_drive_error(&self, number: usize) -> bool {
-        let removed = self.drives.acknowledge(number);
+    /// Removes the error of a session with a drive from the status, because a person knows it. `number` counts the drives in the
+    /// order of the options, from 0. Returns whether this was the last error of the drive.
+    pub fn acknowledge_drive_error(&self, number: usize, session: u64) -> bool {
+        let removed = self.drives.acknowledge(number, session);
         if removed {
             self.changes.notify();
         }
@@ -434,8 +434,11 @@ mod tests {
             2,
             "errors are counted, also those that are gone"
         );
-        assert!(!node.acknowledge_drive_error(1));
-        assert!(node.acknowledge_drive_error(0) && !node.acknowledge_drive_error(0));
+        node.drive_worked(&first, folder.path());
+        assert!(node.status().drives[0].error.is_some(), "an earlier session");
+        let id = second.id();
+        assert!(!node.acknowledge_drive_error(1, id) && !node.acknowledge_drive_error(0, first.id()));
+        assert!(node.acknowledge_drive_error(0, id) && !node.acknowledge_drive_error(0, id));
         assert_eq!(node.status().drives[0].error, None);
     }
 
@@ -532,7 +535,7 @@ mod tests {
         let fails = || node.drive_failed(&failing, folder.path(), &io::Error::from_raw_os_error(5), "it ends");
         fails();
         more(&mut seen);
-        assert!(node.acknowledge_drive_error(0));
+        assert!(node.acknowledge_drive_error(0, failing.id()));
         more(&mut seen);
         node.delete_lun("fast").unwrap();
         more(&mut seen);

@@ -64,7 +64,7 @@ pub struct Drive {
     pub in_flight: u64,
     /// The number of errors since the program started.
     pub errors: u64,
-    /// The last error of a session that used the drive. It goes away when another session succeeds on the drive, or when a
+    /// The last error of a session that used the drive. It goes away when a later session succeeds on the drive, or when a
     /// person acknowledges it.
     pub error: Option<DriveError>,
 }

@@ -725,13 +725,13 @@ function driveProblem(drive) {
 }
 
 /** Returns a button that removes the error of a drive from the page. */
-function acknowledgeButton(number, name, message) {
+function acknowledgeButton(number, session, name, message) {
   return make("button", {
     type: "button",
     "aria-label": `Acknowledge the error of ${name}`,
     onclick: async () => {
       try {
-        await send("DELETE", `/drives/${number}/error`);
+        await send("DELETE", `/drives/${number}/errors/${session}`);
         showMessage(message);
         announce(`The error of ${name} is acknowledged`);
         // The button is gone, and perhaps the section with it.
@@ -756,10 +756,12 @@ function showProblems(state) {
   const list = get("problem-list");
   const fresh = problems.map(({ text }) => text).filter((text) => !lists.get(list)?.has(text));
   if (fresh.length > 0) announce(`Problem: ${fresh.join("; ")}`);
+  // The reason of a refusal is about the problems that were shown then.
+  if (fresh.length > 0 || problems.length === 0) showMessage(get("problem-message"));
   setHidden(get("problems"), problems.length === 0);
   showList(list, problems, ({ text }) => text, ({ text, drive, number }) => {
     const element = make("li", {}, make("span", {}, text));
-    if (drive) element.append(acknowledgeButton(number, driveName(drive), get("problem-message")));
+    if (drive) element.append(acknowledgeButton(number, drive.error.session, driveName(drive), get("problem-message")));
     return { element, update() {} };
   });
 }

@@ -137,14 +137,14 @@ impl Drives {
         self.has_errors.store(true, Ordering::Release);
     }
 
-    /// Removes the error of a drive that `session` used without an error, if it is the error of another session. Returns
-    /// whether there was one.
+    /// Removes the error of a drive that `session` used without an error, if it is the error of an earlier session. What a session
+    /// that ran at the time of the error does with the drive proves nothing. Returns whether there was one.
     pub(super) fn worked(&self, folder: &Path, session: u64) -> bool {
         if !self.has_errors.load(Ordering::Acquire) {
             return false;
         }
         let mut errors = self.errors();
-        if errors.get(folder).is_none_or(|error| error.session == session) {
+        if errors.get(folder).is_none_or(|error| session <= error.session) {
             return false;
         }
         errors.remove(folder);
@@ -152,12 +152,18 @@ impl Drives {
         true
     }
 
-    /// Removes the error of the drive with this number, in the order of the configuration. Returns whether there was one.
-    pub(super) fn acknowledge(&self, number: usize) -> bool {
+    /// Removes the error of a session with the drive with this number, in the order of the configuration. Returns whether it was
+    /// the drive's last error.
+    pub(super) fn acknowledge(&self, number: usize, session: u64) -> bool {
         let mut errors = self.errors();
-        let removed = self.drives.get(number).and_then(|(folder, _)| errors.remove(folder));
+        let folder = self.drives.get(number).map(|(folder, _)| folder);
+        let is_its_error = |folder: &&PathBuf| errors.get(*folder).is_some_and(|error| error.session == session);
+        let Some(folder) = folder.filter(is_its_error) else {
+            return false;
+        };
+        errors.remove(folder);
         self.has_errors.store(!errors.is_empty(), Ordering::Release);
-        removed.is_some()
+        true
     }
 
     fn counters(&self, folder: &Path, device: Option<&BlockDevice>) -> DriveCounters {
@@ -223,7 +229,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_stays_until_another_session_succeeds_on_the_drive_or_a_person_acknowledges_it() {
+    fn an_error_stays_until_a_later_session_succeeds_on_the_drive_or_a_person_acknowledges_it() {
         let folders = ["/mnt/a", "/mnt/b"].map(PathBuf::from);
         let drives = Drives::new(&folders, None);
         let sessions = || -> Vec<Option<u64>> {
@@ -233,15 +239,16 @@ mod tests {
                 .map(|drive| drive.error.as_ref().map(|error| error.session))
                 .collect()
         };
-        assert!(!drives.worked(&folders[0], 1) && !drives.acknowledge(0));
+        assert!(!drives.worked(&folders[0], 1) && !drives.acknowledge(0, 1));
         drives.failed(&folders[0], error(7));
         drives.failed(&folders[1], error(8));
         assert!(!drives.worked(&folders[0], 7), "the same session");
+        assert!(!drives.worked(&folders[0], 6), "a session that began before");
         assert_eq!(sessions(), [Some(7), Some(8)]);
         assert!(drives.worked(&folders[0], 9));
         assert_eq!(sessions(), [None, Some(8)], "the error of the other drive stays");
-        assert!(!drives.acknowledge(0) && !drives.acknowledge(2));
-        assert!(drives.acknowledge(1));
+        assert!(!drives.acknowledge(0, 7) && !drives.acknowledge(2, 8) && !drives.acknowledge(1, 7));
+        assert!(drives.acknowledge(1, 8));
         assert_eq!(sessions(), [None, None]);
         assert!(!drives.worked(&folders[1], 9));
         drives.failed(&folders[1], error(9));

@@ -37,7 +37,7 @@ pub(super) fn routes(app: &Arc<App>) -> Router<Arc<App>> {
         .route("/luns/{lun}/streams/{stream}", delete(delete_stream))
         .route(recording, delete(delete_recording))
         .route("/sessions/{session}/stop", post(stop_session))
-        .route("/drives/{drive}/error", delete(acknowledge_error))
+        .route("/drives/{drive}/errors/{session}", delete(acknowledge_error))
         .route("/topology", get(topology))
         .fallback(unknown)
         .method_not_allowed_fallback(wrong_method)
@@ -202,15 +202,15 @@ async fn stop_session(State(app): State<Arc<App>>, Named(session): Named<u64>) -
     }
 }
 
-/// Removes the error of a drive from the state, because a person knows it.
-async fn acknowledge_error(State(app): State<Arc<App>>, Named(drive): Named<usize>) -> Answer {
-    if app.node.acknowledge_drive_error(drive) {
+/// Removes the error of a session with a drive from the state, because a person knows it.
+async fn acknowledge_error(State(app): State<Arc<App>>, Named((drive, session)): Named<(usize, u64)>) -> Answer {
+    if app.node.acknowledge_drive_error(drive, session) {
         Ok(StatusCode::NO_CONTENT.into_response())
     } else {
         Err(ApiError::new(
             StatusCode::NOT_FOUND,
             format!(
-                "there is no drive {drive} with an error; another session may have used the drive without an error"
+                "drive {drive} has no error of session {session} any more; a later session may have used the drive"
             ),
         ))
     }
@@ -218,9 +218,13 @@ async fn acknowledge_error(State(app): State<Arc<App>>, Named(drive): Named<usiz
 
 /// Returns the topology. One request at a time reads it.
 async fn topology(State(app): State<Arc<App>>) -> Answer {
-    let turn = Arc::clone(&app.topology);
-    let _turn = turn.lock().await;
-    let task = tokio::task::spawn_blocking(move || topology::draw(&app.machine, &app.node));
+    let turn = Arc::clone(&app.topology).lock_owned().await;
+    let task = tokio::task::spawn_blocking(move || {
+        let drawn = topology::draw(&app.machine, &app.node);
+        // Not when the client has gone: the thread is busy until here.
+        drop(turn);
+        drawn
+    });
     let json = task.await.map_err(ApiError::internal)??;
     Ok(([(CONTENT_TYPE, "application/json")], json).into_response())
 }

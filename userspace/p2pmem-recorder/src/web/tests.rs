@@ -232,7 +232,7 @@ fn every_path_of_the_interface_needs_a_login() {
         ("DELETE", recording),
         ("POST", "/api/sessions/0/stop"),
         ("GET", "/api/topology"),
-        ("DELETE", "/api/drives/0/error"),
+        ("DELETE", "/api/drives/0/errors/0"),
         ("GET", "/api/unknown"),
     ];
     for (method, path) in requests {
@@ -636,16 +636,20 @@ fn a_stream_of_a_lun_is_created_by_its_options() {
 fn the_error_of_a_drive_is_acknowledged_once() {
     let bed = Bed::new();
     let running = bed.node.begin_session(session());
-    let reason = bed.call("DELETE", "/api/drives/0/error", "").error(404);
-    assert!(reason.contains("no drive 0 with an error"), "{reason}");
+    let id = running.id();
+    let path = |drive: &str, session: u64| format!("/api/drives/{drive}/errors/{session}");
+    let reason = bed.call("DELETE", &path("0", id), "").error(404);
+    assert!(reason.contains("drive 0 has no error of session"), "{reason}");
     let error = std::io::Error::from_raw_os_error(5);
     bed.node
         .drive_failed(&running, bed.folder.path(), &error, "the recording ends");
-    bed.call("DELETE", "/api/drives/1/error", "").error(404);
-    bed.call("DELETE", "/api/drives/x/error", "").error(400);
-    assert_eq!(bed.call("DELETE", "/api/drives/0/error", "").status, 204);
+    bed.call("DELETE", &path("1", id), "").error(404);
+    bed.call("DELETE", &path("x", id), "").error(400);
+    // A person who saw the error of another session does not know this one.
+    bed.call("DELETE", &path("0", id + 1), "").error(404);
+    assert_eq!(bed.call("DELETE", &path("0", id), "").status, 204);
     assert_eq!(bed.node.status().drives[0].error, None);
-    bed.call("DELETE", "/api/drives/0/error", "").error(404);
+    bed.call("DELETE", &path("0", id), "").error(404);
 }
 
 /// Returns a machine with a switch, an accelerator, a NIC, and a drive.
