@@ -10,8 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
-from runner import scaled
+from runner import late, scaled
 
 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, tempfile.TemporaryDirectory(dir="/run") as folder:
     path = f"{folder}/notify"
@@ -19,13 +20,19 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, tempfile.Tempo
     # The program may run as another user.
     os.chmod(folder, 0o755)
     os.chmod(path, 0o666)
-    manager.settimeout(scaled(60))
+    manager.settimeout(1)
     program = subprocess.Popen(sys.argv[1:], env=os.environ | {"NOTIFY_SOCKET": path})
-    try:
-        message = manager.recv(4096)
-    except TimeoutError:
-        program.kill()
-        raise
+    end = time.monotonic() + scaled(60)
+    message = None
+    while message is None:
+        try:
+            message = manager.recv(4096)
+        except TimeoutError:
+            if program.poll() is not None:
+                sys.exit(f"as-service: the program ended with {program.returncode} before it was ready")
+            if time.monotonic() > end:
+                program.kill()
+                late("the program is not ready")
     if message.splitlines() != [b"READY=1"]:
         program.kill()
         sys.exit(f"as-service: the first message is {message}")

@@ -49,9 +49,13 @@ unmount() {
     done
 }
 
-# Unmounts the drives, and disconnects.
+# Ends the program that uses the drives, whose process is $writer, unmounts them, and disconnects. The script ends with its own code.
 detach() {
-    unmount
-    nvme disconnect -n drive0 >/dev/null
-    nvme disconnect -n drive1 >/dev/null
+    if [ -n "${writer:-}" ]; then
+        kill -9 "$writer" 2>/dev/null || true
+        wait "$writer" || true
+    fi
+    unmount || true
+    nvme disconnect -n drive0 >/dev/null || true
+    nvme disconnect -n drive1 >/dev/null || true
 }

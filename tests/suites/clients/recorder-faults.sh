@@ -17,8 +17,15 @@ drive_errors() { request "{\"op\":\"drive-errors\",\"name\":\"$1\",\"operations\
 serve() {
     local drives=/run/recorder/${1//,/,\/run\/recorder\/}
     "$P2PMEM_BIN/p2pmem-recorder" serve --drive "$drives" --nic "$P2PMEM_RDMA_NIC0,$P2PMEM_RDMA_NIC1" --token-file $token \
-        --buffers 4 "${@:2}" &
+        --buffers 4 "${@:2}" 2>/run/recorder.log &
     server=$!
+}
+
+# Waits for the end of the storage node. Its log has to say that a drive failed: ends_with_failed DRIVE
+ends_with_failed() {
+    wait $server
+    cat /run/recorder.log >&2
+    grep -q "the drive nvme.* at /run/recorder/$1 failed: " /run/recorder.log
 }
 
 list() { "$P2PMEM_BIN/p2pmem-recorder" list "$P2PMEM_ADDR_B" --token-file $token; }
@@ -33,7 +40,7 @@ await_blocks() {
         sleep 0.1
     done
     echo "channel $2 has no $3 blocks: $last" >&2
-    return 1
+    return 75
 }
 
 # Waits until the storage node answers.
@@ -43,7 +50,7 @@ await_node() {
         sleep 0.1
     done
     echo 'the storage node does not answer' >&2
-    return 1
+    return 75
 }
 
 # Records or plays a channel: recorder record|play CHANNEL ARGUMENT...
@@ -63,11 +70,25 @@ fails() {
     acknowledged=$(sed -nE 's/.* ([0-9]+) blocks are acknowledged.*/\1/p' <<<"$output")
 }
 
+# Plays a channel as soon as the storage node serves it again.
+plays_again() {
+    local output
+    for _ in {1..600}; do
+        if output=$(recorder play "$1" 2>&1); then
+            echo "$output"
+            return
+        fi
+        sleep 0.1
+    done
+    echo "the recording is not played: $output" >&2
+    return 75
+}
+
 # Plays a channel, which has at least the blocks that were acknowledged.
 plays_acknowledged() {
     local output played
     output=$(recorder play "$1")
     echo "$output"
-    played=$(sed -nE 's/.*: ([0-9]+) blocks of .* played .* 0 missing/\1/p' <<<"$output")
+    played=$(sed -nE 's/.*: ([0-9]+) blocks of .* played .* missing$/\1/p' <<<"$output")
     ((acknowledged > 0 && played >= acknowledged)) && echo 'all acknowledged blocks were played'
 }

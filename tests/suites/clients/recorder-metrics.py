@@ -86,7 +86,7 @@ for counter in ("received", "acknowledged", "dropped", "played"):
     assert first(f"nic_{counter}_blocks_total", nic="mlx5_0") == 0, first.samples
     assert first(f"nic_{counter}_bytes_total", nic="mlx5_1") == 0, first.samples
 assert first("channel_received_blocks_total", **CHANNEL) is None, first.samples
-assert first("lun_size_bytes", lun="fast") == 2 * 14 * (16 << 20), first.samples
+assert first("lun_size_bytes", lun="fast") == 2 * 24 * (16 << 20), first.samples
 assert first("drive_errors_total", drive="/run/recorder/nvme1") == 0, first.samples
 
 writer = subprocess.Popen([PROGRAM, "record", *ARGUMENTS, "--rate", "2M", "-n", "1000000"])

@@ -14,7 +14,7 @@ if [ "$P2PMEM_NODE" = b ]; then
         mkdir -p "$folder"
         mount -t ext4 "${!device}" "$folder"
     done
-    "$recorder" lun create fast --drive /run/recorder/nvme0,/run/recorder/nvme1 --segment-size 16M --segments 14
+    "$recorder" lun create fast --drive /run/recorder/nvme0,/run/recorder/nvme1 --segment-size 16M --segments 24
     "$recorder" stream create fast/radar --drive /run/recorder/nvme0,/run/recorder/nvme1 --block-size 1M --channels 4
     "$recorder" stream create fast/small --drive /run/recorder/nvme0,/run/recorder/nvme1 --block-size 64K --channels 2
     # 14 blocks on each drive.

@@ -17,7 +17,7 @@ await() {
         sleep 0.1
     done
     echo "node $1 has no line $2" >&2
-    return 1
+    return 75
 }
 
 # Waits until the second drive has read 64 blocks more.
@@ -30,7 +30,7 @@ await_reads() {
         sleep 0.1
     done
     echo 'the second storage node reads no blocks' >&2
-    return 1
+    return 75
 }
 
 # Starts the storage node. The variable second is its process.
@@ -39,6 +39,12 @@ second_node() {
     "$P2PMEM_BIN/p2pmem-recorder" serve --drive $drive --nic "$P2PMEM_RDMA_NIC1" --token-file /run/recorder.token --buffers 4 &
     second=$!
     await "$P2PMEM_ADDR_A" 'fast/small/1 .*'
+}
+
+# Kills the storage node, and waits for its end.
+end_second() {
+    kill -9 $second
+    wait $second || true
 }
 
 umount $drive 2>/dev/null || true
