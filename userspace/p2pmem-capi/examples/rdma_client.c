@@ -40,5 +40,5 @@ int main(int argc, char **argv)
 		peer_tell(&peer, chunk + 1);
 	}
 	printf("%" PRIu64 " chunks of %zu bytes arrived, and each word is right\n", chunks, CHUNK);
-	return rdma_disconnect(peer.id);
+	return rdma_disconnect(peer.id) != 0;
 }

@@ -2,7 +2,7 @@
 /*
  * What rdma_server.c and rdma_client.c share: memory near a NIC, the connection to the other node, and the words by which the
  * nodes report how far they are. The memory of each node has slots for chunks, an inbox, which the other node writes, and
- * an outbox, from which this node writes. Writes of one connection arrive in order: who sees a word in the inbox has all chunks
+ * an outbox, from which this node writes. Writes of one connection arrive in order: a node that sees a word in the inbox has all chunks
  * that were written before it.
  */
 
@@ -116,6 +116,12 @@ static void peer_wait_for(const struct peer *peer, uint64_t number)
 	while (*(volatile uint64_t *)(peer->memory + INBOX) < number)
 		if (time(NULL) > end)
 			fail("waiting for the other node", "nothing arrived for 30 s; has it ended?");
+	/* The chunk is read after the word. Ordinary fences do not order loads from memory that is mapped write-combining. */
+#if defined(__x86_64__)
+	__builtin_ia32_lfence();
+#elif defined(__aarch64__)
+	__asm__ volatile("dmb oshld" ::: "memory");
+#endif
 }
 
 /* Returns the word with an index of a chunk. */

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytemuck::{AnyBitPattern, NoUninit};
-use p2pmem_access_sys::store_fence;
+use p2pmem_access_sys::{load_fence, store_fence};
 
 use crate::backend::Capability;
 use crate::direct::require_direct;
@@ -203,6 +203,13 @@ impl Mapping {
     /// Stores to a BAR can stay in the processor's write-combining buffers until then.
     pub fn flush(&self) {
         store_fence();
+    }
+
+    /// Orders loads: what is read through this mapping after the call is what the memory has after the loads before the call. For
+    /// data that a device writes before a word that says so: read the word, call this, then read the data. Loads from a BAR that is
+    /// mapped write-combining have no order without it.
+    pub fn order_loads(&self) {
+        load_fence();
     }
 
     /// Exports the mapped memory, or parts of it, as a dma-buf. Works also after the [`Buffer`](crate::Buffer) is

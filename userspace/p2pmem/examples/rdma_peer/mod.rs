@@ -4,7 +4,7 @@
 //! nodes report how far they are.
 //!
 //! The memory of each node has slots for chunks, an inbox, which the other node writes, and an outbox, from which this node
-//! writes to the other one's inbox. Writes of one connection arrive in order: who sees a word in the inbox has all chunks that
+//! writes to the other one's inbox. Writes of one connection arrive in order: a node that sees a word in the inbox has all chunks that
 //! were written before it.
 
 use std::error::Error;
@@ -91,6 +91,8 @@ impl Peer {
             self.memory.copy_to_slice(INBOX, &mut word)?;
             let seen = u64::from_le_bytes(word);
             if seen >= number {
+                // The chunk is read after the word.
+                self.memory.order_loads();
                 return Ok(());
             }
             if Instant::now() > end {
