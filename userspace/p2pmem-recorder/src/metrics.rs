@@ -277,7 +277,21 @@ impl Snapshot {
 type Encoded = std::result::Result<(), Error>;
 type Samples = Vec<(Labels, u64)>;
 
-/// Writes a metric with one value for each set of labels.
+/// Writes a metric with one value for each set of labels. `metric` makes a metric of a value.
+fn metrics<M: EncodeMetric>(
+    encoder: &mut DescriptorEncoder<'_>,
+    metric: impl Fn(u64) -> M,
+    (name, help, unit): (&str, &str, Option<&Unit>),
+    samples: Samples,
+) -> Encoded {
+    let mut family = encoder.encode_descriptor(name, help, unit, metric(0).metric_type())?;
+    for (labels, value) in samples {
+        metric(value).encode(family.encode_family(&labels)?)?;
+    }
+    Ok(())
+}
+
+/// Writes a metric that can decrease, with one value for each set of labels.
 fn gauges(
     encoder: &mut DescriptorEncoder<'_>,
     name: &str,
@@ -285,12 +299,7 @@ fn gauges(
     unit: Option<&Unit>,
     samples: Samples,
 ) -> Encoded {
-    let kind = ConstGauge::new(0_u64).metric_type();
-    let mut family = encoder.encode_descriptor(name, help, unit, kind)?;
-    for (labels, value) in samples {
-        ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
-    }
-    Ok(())
+    metrics(encoder, ConstGauge::new, (name, help, unit), samples)
 }
 
 /// Writes a counter with one value for each set of labels.
@@ -301,12 +310,7 @@ fn counters(
     unit: Option<&Unit>,
     samples: Samples,
 ) -> Encoded {
-    let kind = ConstCounter::new(0_u64).metric_type();
-    let mut family = encoder.encode_descriptor(name, help, unit, kind)?;
-    for (labels, value) in samples {
-        ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
-    }
-    Ok(())
+    metrics(encoder, ConstCounter::new, (name, help, unit), samples)
 }
 
 impl Collector for Snapshot {

@@ -56,6 +56,7 @@ use std::sync::{Arc, Mutex};
 
 pub use error::{Error, Result};
 pub use files::Files;
+pub(crate) use layout::drive_of;
 pub use reader::{Location, Reader};
 pub use recovery::Problem;
 pub use state::{Block, ChannelName};

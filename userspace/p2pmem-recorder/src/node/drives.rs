@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::status::{Drive, DriveError};
+use crate::store::drive_of;
 
 /// Bytes of a sector in `/sys/dev/block/*/stat`.
 const SECTOR: u64 = 512;
@@ -53,11 +54,17 @@ impl std::fmt::Debug for SimulatedDrives {
 pub(super) struct Drives {
     drives: Vec<(PathBuf, Option<BlockDevice>)>,
     simulated: Option<SimulatedDrives>,
-    errors: Mutex<BTreeMap<PathBuf, DriveError>>,
-    /// Whether there is an error, so that sessions without errors take no lock.
+    errors: Mutex<BTreeMap<PathBuf, Errors>>,
+    /// Whether an error is shown, so that sessions take no lock while there is none.
     has_errors: AtomicBool,
-    /// The number of errors of each drive.
-    counts: Mutex<BTreeMap<PathBuf, u64>>,
+}
+
+/// The errors of a drive.
+#[derive(Debug, Clone, Default)]
+struct Errors {
+    count: u64,
+    /// The last error, until it goes away.
+    last: Option<DriveError>,
 }
 
 /// A block device, by its folder in sysfs.
@@ -101,16 +108,11 @@ impl Drives {
             simulated,
             errors: Mutex::default(),
             has_errors: AtomicBool::new(false),
-            counts: Mutex::default(),
         }
     }
 
-    fn errors(&self) -> MutexGuard<'_, BTreeMap<PathBuf, DriveError>> {
+    fn errors(&self) -> MutexGuard<'_, BTreeMap<PathBuf, Errors>> {
         self.errors.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn counts(&self) -> MutexGuard<'_, BTreeMap<PathBuf, u64>> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the drive's block device and folder, for people.
@@ -124,46 +126,37 @@ impl Drives {
 
     /// Returns the folder of the drive that has a file.
     pub(super) fn of_file(&self, path: &Path) -> Option<&Path> {
-        let folders = self.drives.iter().map(|(folder, _)| folder.as_path());
-        folders
-            .filter(|folder| path.starts_with(folder))
-            .max_by_key(|folder| folder.as_os_str().len())
+        drive_of(self.drives.iter().map(|(folder, _)| folder.as_path()), path)
     }
 
     pub(super) fn failed(&self, folder: &Path, error: DriveError) {
-        *self.counts().entry(folder.to_owned()).or_default() += 1;
         let mut errors = self.errors();
-        errors.insert(folder.to_owned(), error);
+        let of = errors.entry(folder.to_owned()).or_default();
+        of.count += 1;
+        of.last = Some(error);
         self.has_errors.store(true, Ordering::Release);
+    }
+
+    /// Removes the last error of a drive, if there is one and `goes` says so. Returns whether it did.
+    fn remove(&self, folder: &Path, goes: impl FnOnce(&mut DriveError) -> bool) -> bool {
+        let mut errors = self.errors();
+        let removed = errors.get_mut(folder).and_then(|of| of.last.take_if(goes)).is_some();
+        let has_errors = errors.values().any(|of| of.last.is_some());
+        self.has_errors.store(has_errors, Ordering::Release);
+        removed
     }
 
     /// Removes the error of a drive that `session` used without an error, if it is the error of an earlier session. What a session
     /// that ran at the time of the error does with the drive proves nothing. Returns whether there was one.
     pub(super) fn worked(&self, folder: &Path, session: u64) -> bool {
-        if !self.has_errors.load(Ordering::Acquire) {
-            return false;
-        }
-        let mut errors = self.errors();
-        if errors.get(folder).is_none_or(|error| session <= error.session) {
-            return false;
-        }
-        errors.remove(folder);
-        self.has_errors.store(!errors.is_empty(), Ordering::Release);
-        true
+        self.has_errors.load(Ordering::Acquire) && self.remove(folder, |error| session > error.session)
     }
 
     /// Removes the error of a session with the drive with this number, in the order of the configuration. Returns whether it was
     /// the drive's last error.
     pub(super) fn acknowledge(&self, number: usize, session: u64) -> bool {
-        let mut errors = self.errors();
-        let folder = self.drives.get(number).map(|(folder, _)| folder);
-        let is_its_error = |folder: &&PathBuf| errors.get(*folder).is_some_and(|error| error.session == session);
-        let Some(folder) = folder.filter(is_its_error) else {
-            return false;
-        };
-        errors.remove(folder);
-        self.has_errors.store(!errors.is_empty(), Ordering::Release);
-        true
+        let drive = self.drives.get(number);
+        drive.is_some_and(|(folder, _)| self.remove(folder, |error| error.session == session))
     }
 
     fn counters(&self, folder: &Path, device: Option<&BlockDevice>) -> DriveCounters {
@@ -186,9 +179,10 @@ impl Drives {
     }
 
     pub(super) fn status(&self) -> Vec<Drive> {
-        let (errors, counts) = (self.errors().clone(), self.counts().clone());
+        let errors = self.errors().clone();
         let drive = |(folder, device): &(PathBuf, Option<BlockDevice>)| {
             let counters = self.counters(folder, device.as_ref());
+            let Errors { count, last } = errors.get(folder).cloned().unwrap_or_default();
             Drive {
                 folder: folder.clone(),
                 size: counters.size,
@@ -197,8 +191,8 @@ impl Drives {
                 written: counters.written,
                 read: counters.read,
                 in_flight: counters.in_flight,
-                errors: counts.get(folder).copied().unwrap_or(0),
-                error: errors.get(folder).cloned(),
+                errors: count,
+                error: last,
             }
         };
         self.drives.iter().map(drive).collect()

@@ -338,12 +338,13 @@ fn read_failed(node: &Node, session: &SessionHandle, drive: &Path, sequence: u64
 
 /// Returns the reason why a playback ends that could not begin to read a block.
 fn not_read(node: &Node, session: &SessionHandle, error: StoreError, sequence: u64) -> anyhow::Error {
-    match error {
-        StoreError::Io { path, source, .. } if node.drive_of(&path).is_some() => {
-            let drive = node.drive_of(&path).unwrap_or(&path);
-            read_failed(node, session, drive, sequence, source)
-        }
-        error => anyhow::Error::from(error).context(format!("reading block {sequence}")),
+    let drive = match &error {
+        StoreError::Io { path, .. } => node.drive_of(path),
+        _ => None,
+    };
+    match (error, drive) {
+        (StoreError::Io { source, .. }, Some(drive)) => read_failed(node, session, drive, sequence, source),
+        (error, _) => anyhow::Error::from(error).context(format!("reading block {sequence}")),
     }
 }
 

@@ -53,6 +53,13 @@ pub(crate) fn segment(number: u64) -> String {
     format!("{number:08}")
 }
 
+/// Returns the drive that has a file. If one drive is mounted below another one, this is the lower one.
+pub(crate) fn drive_of<'a>(drives: impl Iterator<Item = &'a Path>, file: &Path) -> Option<&'a Path> {
+    drives
+        .filter(|drive| file.starts_with(drive))
+        .max_by_key(|drive| drive.as_os_str().len())
+}
+
 /// Splits the suffix off the name of a folder. Returns whether there was one.
 pub(crate) fn split_suffix(name: &str) -> (&str, bool) {
     let plain = name.strip_suffix(NEW).or_else(|| name.strip_suffix(DELETED));

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::error::{Context, Error, Result};
+use super::layout::drive_of;
 use super::state::{not_found, Block, ChannelName, Recording, Shared, Stored};
 use super::system::System;
 
@@ -147,10 +148,7 @@ impl<S: System> Reader<S> {
                     self.files.pop_front();
                 }
                 let drives = self.shared.drives.iter().map(PathBuf::as_path);
-                let drive = drives
-                    .filter(|drive| path.starts_with(drive))
-                    .max_by_key(|drive| drive.as_os_str().len());
-                let drive: Arc<Path> = drive.unwrap_or(&path).into();
+                let drive: Arc<Path> = drive_of(drives, &path).unwrap_or(&path).into();
                 self.files
                     .push_back((stored.segment, Arc::clone(&file), Arc::clone(&drive)));
                 (file, drive)
