@@ -7,7 +7,8 @@
 //! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]). Devices that can report a health syndrome:
 //! `{"fail":1}`. Devices that can hold a transfer in flight: `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see
 //! [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`; and `{"drain":false}`, after which changes of memory keys
-//! do not wait for transfers. A response has `"ok":true` and the requested value under its name, or `"ok":false` and
+//! do not wait for transfers. `{"trace":1000}` starts a trace of that many steps, and `{"get":"trace"}` ends it and returns the
+//! steps. A response has `"ok":true` and the requested value under its name, or `"ok":false` and
 //! `"error"`.
 
 use std::fmt;
@@ -100,6 +101,25 @@ pub trait ControlTarget: Send + Sync {
         Err("this device has no memory keys".into())
     }
 
+    /// Starts a trace of the device's steps, at most `most`.
+    ///
+    /// # Errors
+    ///
+    /// The device has no trace.
+    fn start_trace(&self, most: usize) -> Result<(), String> {
+        let _ = most;
+        Err("this device has no trace".into())
+    }
+
+    /// Ends the trace, and returns its steps as a JSON object.
+    ///
+    /// # Errors
+    ///
+    /// The device has no trace.
+    fn take_trace(&self) -> Result<Value, String> {
+        Err("this device has no trace".into())
+    }
+
     /// Makes the device report a health syndrome to its driver.
     ///
     /// # Errors
@@ -162,6 +182,7 @@ enum Request {
     Link(Value),
     Hold(Value),
     Drain(bool),
+    Trace(usize),
     Fail(u8),
 }
 
@@ -171,6 +192,7 @@ enum GetKind {
     Counters,
     State,
     Hold,
+    Trace,
 }
 
 #[derive(Deserialize)]
@@ -290,6 +312,8 @@ impl Control {
             Request::Get(GetKind::Counters) => Ok(Some(("counters", self.counters()?))),
             Request::Get(GetKind::State) => Ok(Some(("state", self.state()?))),
             Request::Get(GetKind::Hold) => Ok(Some(("hold", self.device.held()?))),
+            Request::Get(GetKind::Trace) => Ok(Some(("trace", self.device.take_trace()?))),
+            Request::Trace(most) => self.device.start_trace(most).map(|()| None),
             Request::Hold(Value::String(word)) if word == "release" => self.device.hold(None).map(|()| None),
             Request::Hold(transfer @ Value::Object(_)) => {
                 let transfer = serde_json::from_value(transfer).map_err(|error| format!("hold: {error}"))?;
@@ -394,6 +418,9 @@ mod tests {
             (r#"{"hold":{"length":1}}"#, "hold: unknown field `length`"),
             (r#"{"get":"hold"}"#, "cannot hold transfers"),
             (r#"{"drain":false}"#, "no memory keys"),
+            (r#"{"trace":1}"#, "no trace"),
+            (r#"{"trace":-1}"#, "invalid value"),
+            (r#"{"get":"trace"}"#, "no trace"),
             (r#"{"link":"sideways"}"#, "must be"),
             (r#"{"link":7}"#, "must be"),
             (r#"{"link":{"loss":1.5}}"#, "from 0 to 1"),

@@ -78,6 +78,15 @@ impl ControlTarget for Handle {
         Ok(())
     }
 
+    fn start_trace(&self, most: usize) -> Result<(), String> {
+        self.start_trace(most);
+        Ok(())
+    }
+
+    fn take_trace(&self) -> Result<Value, String> {
+        serde_json::to_value(self.take_trace()).map_err(|error| error.to_string())
+    }
+
     fn fail(&self, syndrome: u8) -> Result<(), String> {
         self.fail(syndrome);
         Ok(())

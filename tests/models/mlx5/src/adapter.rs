@@ -21,6 +21,7 @@ use super::hold::Hold;
 use super::host::bus_fault;
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::Hca;
+use super::trace::{Point, Trace};
 use super::wqe::LocalOp;
 
 /// Maximum time a change of a memory key waits for transfers. Longer than `hold::HOLD_TIMEOUT`.
@@ -54,6 +55,11 @@ impl Adapter {
             inboxes,
             hold,
         }
+    }
+
+    /// Returns the trace of the adapter's steps.
+    pub(super) fn trace(&self) -> &Trace {
+        &self.inboxes.trace
     }
 
     pub(super) fn hca(&self) -> MutexGuard<'_, Hca> {
@@ -121,6 +127,7 @@ impl Adapter {
         write: bool,
         transfer: impl FnOnce(&Dma, &[Extent]) -> Result<T, DmaError>,
     ) -> Result<T, Fault> {
+        let begin = self.trace().begin();
         let (id, extents, dma) = self.hca().begin_transfer(access)?;
         self.hold.hold_if_requested(access.qpn, write, access.length);
         let result = transfer(&dma, &extents);
@@ -128,6 +135,8 @@ impl Adapter {
         hca.end_transfer(id, extents);
         drop(hca);
         self.transfer_ended.notify_all();
+        let point = if write { Point::Write } else { Point::Read };
+        self.trace().end(begin, point, access.qpn, access.length);
         result.map_err(|error| bus_fault(&error))
     }
 }
@@ -142,7 +151,12 @@ impl Host for AdapterHost<'_> {
     }
 
     fn next_send(&mut self, qpn: u32) -> Fetched<SendWork> {
-        self.0.hca().next_send(qpn)
+        let begin = self.0.trace().begin();
+        let fetched = self.0.hca().next_send(qpn);
+        if matches!(fetched, Fetched::Work(_)) {
+            self.0.trace().end(begin, Point::Fetch, qpn, 0);
+        }
+        fetched
     }
 
     fn next_receive(&mut self, queue: Queue) -> Fetched<ReceiveWork> {
@@ -188,7 +202,10 @@ impl Host for AdapterHost<'_> {
     }
 
     fn complete(&mut self, completion: Completion) {
+        let begin = self.0.trace().begin();
+        let (Completion::Send { qpn, .. } | Completion::Receive { qpn, .. }) = completion;
         self.0.hca().complete(completion);
+        self.0.trace().end(begin, Point::Complete, qpn, 0);
     }
 
     fn event(&mut self, event: Event) {
@@ -196,7 +213,9 @@ impl Host for AdapterHost<'_> {
     }
 
     fn transmit(&mut self, packets: Vec<Packet>) {
+        let begin = self.0.trace().begin();
         self.0.hca().transmit(packets);
+        self.0.trace().end(begin, Point::Send, 0, 0);
     }
 
     fn has_space(&mut self, dlid: u16) -> bool {

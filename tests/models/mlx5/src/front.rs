@@ -21,6 +21,7 @@ use super::hold::{Hold, HoldRequest, HoldStatus};
 use super::inbox::{Inboxes, Message, Wait};
 use super::model::{Hca, Identity, Model, TransportWorker};
 use super::registers::{BAR0_SIZE, MSIX_PBA, MSIX_TABLE, Registers, VECTORS};
+use super::trace::Steps;
 
 /// PCI vendor ID: Mellanox.
 pub const VENDOR_ID: u16 = 0x15b3;
@@ -203,6 +204,16 @@ impl Handle {
     /// switch it off.
     pub fn set_drain(&self, on: bool) {
         self.hold.set_drain(on);
+    }
+
+    /// Starts a trace of at most `most` steps, see [`super::Step`]. Drops the steps of the trace before.
+    pub fn start_trace(&self, most: usize) {
+        self.inboxes.trace.start(most);
+    }
+
+    /// Ends the trace and returns its steps: none if no trace was started.
+    pub fn take_trace(&self) -> Steps {
+        self.inboxes.trace.take()
     }
 }
 

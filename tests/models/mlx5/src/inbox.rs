@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 
 use p2pmem_ib::Delivery;
 
+use super::trace::{Point, Trace};
+
 /// A function that the transport worker runs on behalf of a [`super::Handle`].
 pub(super) type Request = Box<dyn FnOnce(&mut super::model::Model<'_>) + Send>;
 
@@ -130,6 +132,8 @@ pub(super) struct Inboxes {
     pub(super) commands: Inbox,
     /// Numbers of the REG_UMR QPs.
     umr_qps: Mutex<BTreeSet<u32>>,
+    /// The trace of both workers' steps. It begins here, with the doorbells.
+    pub(super) trace: Trace,
 }
 
 impl Inboxes {
@@ -139,6 +143,9 @@ impl Inboxes {
 
     /// Puts a message into the inbox of the responsible worker. Does not block.
     pub(super) fn put(&self, message: Message) {
+        if let Message::SendDoorbell { qpn, .. } = &message {
+            self.trace.at(self.trace.begin(), Point::Doorbell, *qpn);
+        }
         let transport = match &message {
             Message::SendDoorbell { qpn, .. } => !self.umr_qps().contains(qpn),
             Message::Delivery(_) | Message::Request(_) | Message::Execute(_) | Message::BrokenCqs => true,

@@ -33,9 +33,11 @@ mod registers;
 mod ring;
 mod srq;
 mod table;
+mod trace;
 mod wqe;
 
 pub use counters::AdapterCounters;
 pub use front::{DEVICE_ID, Handle, Nic, NoAnswer, Report, Settings, Status, VENDOR_ID};
 pub use hold::{HoldRequest, HoldStatus};
 pub use registers::VECTORS;
+pub use trace::{MAX_STEPS, Point, Step, Steps};

@@ -25,6 +25,7 @@ use super::qp::Qp;
 use super::registers::{FIRST_UAR, NicInterface, Registers, UARS};
 use super::srq::Srq;
 use super::table::Table;
+use super::trace::Point;
 
 /// First number of most objects. Drivers treat number 0 as invalid.
 const FIRST: u32 = 1;
@@ -379,6 +380,8 @@ impl TransportWorker {
                 }
             }
             Message::Delivery(Delivery::Packets(burst)) => {
+                let trace = self.adapter.trace();
+                trace.at(trace.begin(), Point::Receive, 0);
                 self.engine.packets(&mut AdapterHost(&self.adapter), burst);
             }
             Message::Delivery(Delivery::PathReady) => self.engine.path_ready(),

@@ -4,6 +4,8 @@
 
 #[path = "nic/inflight.rs"]
 mod inflight;
+#[path = "nic/trace.rs"]
+mod trace;
 
 use std::os::fd::OwnedFd;
 
