@@ -9,15 +9,16 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::sizes::{messages, size, Sizes};
 use crate::waiter::How;
-use crate::wire::{Mode, Test};
+use crate::wire::{Mode, PeerMemory, Test};
 
 /// The TCP port of the bootstrap.
 pub const PORT: u16 = 18520;
 
 /// Measure RDMA between two nodes, from and to host memory and accelerators' memory.
 ///
-/// Run `p2pmem-perf serve` on one node and `p2pmem-perf run HOST` on the other. The client chooses the test; each side
-/// chooses its own memory. Each NIC uses one reliable connection; both sides exchange addresses over TCP.
+/// Run `p2pmem-perf serve` on one node and `p2pmem-perf run HOST` on the other. The client chooses the test, and with
+/// --peer-memory also the server's memory. Each NIC uses one reliable connection; both sides exchange addresses over
+/// TCP.
 ///
 /// Sizes accept the units K, M, G (powers of 1024). Exit codes: 0 success, 1 error (printed) or wrong bytes,
 /// 2 invalid arguments.
@@ -53,8 +54,13 @@ pub enum Command {
 pub enum MemoryKind {
     /// Host memory.
     Cpu,
-    /// A p2pmem buffer near the NIC, registered as a dma-buf if the kernel supports this.
+    /// A p2pmem buffer of an accelerator near the NIC, registered as a dma-buf if the kernel supports this. All
+    /// providers are accelerators that are neither drives nor FPGAs.
     Accelerator,
+    /// A p2pmem buffer in the controller memory buffer (CMB) of a drive near the NIC.
+    Cmb,
+    /// A p2pmem buffer of an FPGA near the NIC: a provider whose PCI class is that of signal processing controllers.
+    Fpga,
     /// A p2pmem buffer of a provider without struct pages: only RDMA and dma-bufs can use it.
     Pageless,
 }
@@ -65,6 +71,8 @@ impl MemoryKind {
         match self {
             Self::Cpu => "cpu",
             Self::Accelerator => "accelerator",
+            Self::Cmb => "cmb",
+            Self::Fpga => "fpga",
             Self::Pageless => "pageless",
         }
     }
@@ -156,6 +164,14 @@ pub struct RunArgs {
     #[arg(long, default_value_t = PORT)]
     pub port: u16,
 
+    /// Kind of memory for the payload on the server [default: the server's own --memory]
+    #[arg(long, value_enum, value_name = "MEMORY")]
+    pub peer_memory: Option<MemoryKind>,
+
+    /// The provider of the server's memory, by id or PCI address [default: the provider nearest to the server's NIC]
+    #[arg(long, value_name = "DEVICE", requires = "peer_memory")]
+    pub peer_device: Option<String>,
+
     /// RDMA operation of the messages.
     #[arg(long, value_enum, default_value = "write")]
     pub mode: Mode,
@@ -212,6 +228,10 @@ impl RunArgs {
             verify: self.verify,
             seed: self.seed,
             nics,
+            peer: self.peer_memory.map(|kind| PeerMemory {
+                kind: kind.name().to_owned(),
+                device: self.peer_device.clone(),
+            }),
         }
     }
 }
@@ -333,6 +353,25 @@ mod tests {
         };
         assert_eq!(args.own.nic, ["mlx5_0", "mlx5_1"]);
         assert_eq!(args.own.memory.name(), "pageless");
+    }
+
+    #[test]
+    fn a_device_of_the_server_needs_its_kind() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' '));
+        let Command::Run(args) = parse("p2pmem-perf run host --peer-memory cmb --peer-device 3")
+            .unwrap()
+            .command
+        else {
+            panic!("not run")
+        };
+        let peer = args.test(1).peer.unwrap();
+        assert_eq!((peer.kind.as_str(), peer.device.as_deref()), ("cmb", Some("3")));
+        let error = parse("p2pmem-perf run host --peer-device 3").unwrap_err().to_string();
+        assert!(error.contains("--peer-memory"), "{error}");
+        let error = parse("p2pmem-perf run host --peer-memory tape")
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("fpga"), "{error}");
     }
 
     #[test]

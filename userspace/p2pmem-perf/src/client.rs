@@ -2,6 +2,7 @@
 
 //! `run`: connects to a server and measures.
 
+use std::cell::RefCell;
 use std::io::{ErrorKind, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -10,9 +11,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
+use indicatif::ProgressBar;
 use p2pmem::short_size;
 
 use crate::cli::{OwnArgs, RunArgs};
+use crate::observer::Observer;
 use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
@@ -20,10 +23,12 @@ use crate::server::{connect, sessions, side};
 use crate::session::{open_nics, NicSession, Ran, Role};
 use crate::stats::{Latency, Speed, Times};
 use crate::waiter::Stop;
-use crate::wire::{reason, Control, FromClient, FromServer, ServerResult, VERSION};
+use crate::wire::{reason, Control, FromClient, FromServer, Message, ServerResult, Test, VERSION};
 
 /// Longest time between two messages that report to the server that the test continues.
 const ALIVE_INTERVAL: Duration = Duration::from_millis(500);
+/// Time between two reports to the observer.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Wait for a message of the server between two checks of the sessions.
 const POLL_WAIT: Duration = Duration::from_millis(1);
 /// Wait before the next attempt to connect to a server that refused the connection.
@@ -35,11 +40,73 @@ const RETRY_DELAY: Duration = Duration::from_millis(100);
 ///
 /// Any error of the test. The message says what to do.
 pub fn run(args: &RunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
+    let terminal = Terminal {
+        json,
+        out: RefCell::new(out),
+        bar: RefCell::new(ProgressBar::hidden()),
+        nics: RefCell::new(1),
+    };
+    let report = measure(args, &terminal);
+    terminal.bar.borrow().finish_and_clear();
+    let report = report?;
+    if json {
+        print_json(*terminal.out.borrow_mut(), &report)?;
+    }
+    Ok(report.is_correct())
+}
+
+/// Shows a test on the terminal: a progress bar, and the lines of each size as soon as they are known.
+struct Terminal<'a> {
+    json: bool,
+    out: RefCell<&'a mut dyn Write>,
+    bar: RefCell<ProgressBar>,
+    nics: RefCell<u64>,
+}
+
+impl Observer for Terminal<'_> {
+    fn ready(&self, report: &Report) -> Result<()> {
+        self.nics.replace(report.client.nics.len() as u64);
+        if !self.json {
+            writeln!(self.out.borrow_mut(), "{}", report.heading())?;
+        }
+        Ok(())
+    }
+
+    fn size_starts(&self, bytes: u64, messages: u64) -> Result<()> {
+        let bar = progress::bar("messages", messages * *self.nics.borrow(), self.json);
+        bar.set_message(short_size(bytes));
+        self.bar.replace(bar);
+        Ok(())
+    }
+
+    fn progress(&self, done: &[u64]) -> Result<()> {
+        self.bar.borrow().set_position(done.iter().sum());
+        Ok(())
+    }
+
+    fn size_ends(&self, result: &SizeResult) -> Result<()> {
+        self.bar.borrow().finish_and_clear();
+        if !self.json {
+            let mut out = self.out.borrow_mut();
+            Report::lines(result, *out)?;
+            out.flush()?;
+        }
+        Ok(())
+    }
+}
+
+/// Runs the test, and reports to `observer` meanwhile.
+///
+/// # Errors
+///
+/// Any error of the test, and those of the observer. The message says what to do.
+pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     // Errors that need no server are reported before the first message to the server.
     let test = args.test(open_nics(&args.own.nic)?.len());
     test.check().map_err(anyhow::Error::msg)?;
-    let mut control = Control::new(reach(&args.host, args.port, args.own.timeout)?, args.own.timeout)?;
-    let measured = run_test(&mut control, args, &test, json, out);
+    let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
+    let mut control = Control::new(stream, args.own.timeout)?;
+    let measured = run_test(&mut control, args, &test, observer);
     if let Err(error) = &measured {
         // The peer may have disconnected; then `error` says so.
         let _ = control.send(&FromClient::Failed(reason(error)));
@@ -53,12 +120,18 @@ pub fn run(args: &RunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
 ///
 /// The server is not reached within the limit.
 pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
+    reach_while(host, port, limit, &|| Ok(()))
+}
+
+/// Connects to the server as [`reach`], as long as `proceed` succeeds.
+fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Result<()>) -> Result<TcpStream> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = (host, port)
         .to_socket_addrs()
         .with_context(|| format!("cannot resolve the host name {host}"))?
         .collect();
     loop {
+        proceed()?;
         let mut last = None;
         for address in &addresses {
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_DELAY);
@@ -80,13 +153,24 @@ pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
     }
 }
 
-fn run_test(
-    control: &mut Control,
-    args: &RunArgs,
-    test: &crate::wire::Test,
-    json: bool,
-    out: &mut dyn Write,
-) -> Result<bool> {
+/// Waits for a message of the server. A stop request ends the wait.
+fn receive<M: Message>(control: &mut Control, limit: Duration, observer: &dyn Observer) -> Result<M> {
+    let deadline = Instant::now() + limit;
+    loop {
+        observer.proceed()?;
+        let left = deadline.saturating_duration_since(Instant::now());
+        if let Some(message) = control.receive_within(left.min(PROGRESS_INTERVAL))? {
+            return Ok(message);
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "no message of the other side for {limit:?}: does it hang? --timeout sets the limit"
+        );
+    }
+}
+
+fn run_test(control: &mut Control, args: &RunArgs, test: &Test, observer: &dyn Observer) -> Result<Report> {
+    let limit = args.own.timeout;
     control.send(&FromClient::Hello {
         version: VERSION,
         test: test.clone(),
@@ -95,7 +179,7 @@ fn run_test(
         version,
         side: server,
         endpoints,
-    } = control.receive()?
+    } = receive(control, limit, observer)?
     else {
         bail!("expected the message `welcome` of the server");
     };
@@ -108,26 +192,18 @@ fn run_test(
     control.send(&FromClient::Connect(
         sessions.iter().map(|session| session.endpoint().clone()).collect(),
     ))?;
-    let FromServer::Ready = control.receive()? else {
+    let FromServer::Ready = receive(control, limit, observer)? else {
         bail!("expected the message `ready` of the server");
     };
     let mut report = Report::new(test.clone(), side(&sessions, &args.own), server);
-    if !json {
-        writeln!(out, "{}", report.heading())?;
-    }
+    observer.ready(&report)?;
     for size in &test.sizes {
-        let result = one_size(control, &sessions, *size, &args.own, json)?;
-        if !json {
-            Report::lines(&result, out)?;
-            out.flush()?;
-        }
+        let result = one_size(control, &sessions, *size, &args.own, observer)?;
+        observer.size_ends(&result)?;
         report.results.push(result);
     }
     control.send(&FromClient::Bye)?;
-    if json {
-        print_json(out, &report)?;
-    }
-    Ok(report.is_correct())
+    Ok(report)
 }
 
 /// Runs the messages of one size on all NICs at the same time.
@@ -136,21 +212,21 @@ fn one_size(
     sessions: &[NicSession],
     size: u64,
     own: &OwnArgs,
-    json: bool,
+    observer: &dyn Observer,
 ) -> Result<SizeResult> {
     sessions.iter().try_for_each(|session| session.prepare(size))?;
     control.send(&FromClient::Start(size))?;
-    let FromServer::Started = control.receive()? else {
+    let FromServer::Started = receive(control, own.timeout, observer)? else {
         bail!("expected the message `started` of the server");
     };
-    let messages = sessions.iter().map(|session| session.test().messages(size)).sum();
-    let bar = progress::bar("messages", messages, json);
-    bar.set_message(short_size(size));
-    let done = run_sessions(control, sessions, size, own, &bar);
-    bar.finish_and_clear();
-    let done = done?;
+    // All NICs have the same number of messages.
+    observer.size_starts(
+        size,
+        sessions.first().map_or(0, |session| session.test().messages(size)),
+    )?;
+    let done = run_sessions(control, sessions, size, own, observer)?;
     control.send(&FromClient::Finish)?;
-    let FromServer::Finished(found) = control.receive()? else {
+    let FromServer::Finished(found) = receive(control, own.timeout, observer)? else {
         bail!("expected the message `finished` of the server");
     };
     ensure!(
@@ -185,16 +261,17 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
     }
 }
 
-/// Runs all sessions, and reports to the server at intervals that the test continues.
+/// Runs all sessions, and reports to the observer and, less often, to the server that the test continues.
 fn run_sessions(
     control: &mut Control,
     sessions: &[NicSession],
     size: u64,
     own: &OwnArgs,
-    bar: &indicatif::ProgressBar,
+    observer: &dyn Observer,
 ) -> Result<Vec<Ran>> {
     let stop = Stop::default();
     let progress: Vec<AtomicU64> = sessions.iter().map(|_| AtomicU64::new(0)).collect();
+    let done = || -> Vec<u64> { progress.iter().map(|done| done.load(Ordering::Relaxed)).collect() };
     thread::scope(|scope| {
         let (send, results) = mpsc::channel();
         let start = Instant::now();
@@ -208,15 +285,22 @@ fn run_sessions(
         }
         drop(send);
         let mut all: Vec<Option<Ran>> = sessions.iter().map(|_| None).collect();
+        let (mut told, mut stopped) = (start, false);
         let mut watch = || -> Result<()> {
             while all.iter().any(Option::is_none) {
-                match results.recv_timeout(ALIVE_INTERVAL) {
+                match results.recv_timeout(PROGRESS_INTERVAL) {
                     Ok((index, done)) => {
                         let name = || sessions[index].nic().name().to_owned();
                         all[index] = Some(done.with_context(name)?);
                     }
                     Err(RecvTimeoutError::Timeout) => {
-                        bar.set_position(progress.iter().map(|done| done.load(Ordering::Relaxed)).sum());
+                        let observed = observer.progress(&done()).and_then(|()| observer.proceed());
+                        stopped = observed.is_err();
+                        observed?;
+                        if told.elapsed() < ALIVE_INTERVAL {
+                            continue;
+                        }
+                        told = Instant::now();
                         control.send(&FromClient::Alive)?;
                         if let Some(message) = control.receive_within::<FromServer>(POLL_WAIT)? {
                             bail!("the server sent {message:?} while messages were in flight");
@@ -231,6 +315,9 @@ fn run_sessions(
         let watched = watch();
         if let Err(error) = watched {
             stop.store(true, Ordering::Relaxed);
+            if stopped {
+                return Err(error);
+            }
             // The server's message explains more than the error of the queue pair that the server destroyed.
             let said = control.receive_within::<FromServer>(ALIVE_INTERVAL).err();
             return Err(match said {
@@ -238,6 +325,131 @@ fn run_sessions(
                 None => error,
             });
         }
+        // The last report has all messages.
+        observer.progress(&done())?;
         Ok(all.into_iter().flatten().collect())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::stats::Times;
+    use crate::wire::{Mode, Side};
+    use std::cell::Cell;
+    use std::net::TcpListener;
+
+    /// Stops the test at the call with this number.
+    struct Stopper(Cell<u32>);
+
+    impl Observer for Stopper {
+        fn proceed(&self) -> Result<()> {
+            let left = self.0.get();
+            ensure!(left > 0, "stopped by the viewer at 10.0.0.9");
+            self.0.set(left - 1);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_stop_request_ends_the_wait_for_a_silent_server() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut control = Control::new(stream, Duration::from_secs(600)).unwrap();
+        let stopper = Stopper(Cell::new(2));
+        let error = receive::<FromServer>(&mut control, Duration::from_secs(600), &stopper).unwrap_err();
+        assert_eq!(error.to_string(), "stopped by the viewer at 10.0.0.9");
+        let silent = Stopper(Cell::new(u32::MAX));
+        let error = receive::<FromServer>(&mut control, Duration::from_millis(1), &silent).unwrap_err();
+        assert!(error.to_string().contains("--timeout"), "{error}");
+    }
+
+    #[test]
+    fn a_stop_request_ends_the_attempts_to_connect() {
+        // A port that is bound but does not listen refuses connections.
+        let address = "127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap();
+        let port = {
+            let listener = TcpListener::bind(address).unwrap();
+            listener.local_addr().unwrap().port()
+        };
+        let stopper = Stopper(Cell::new(1));
+        let stopped = reach_while("127.0.0.1", port, Duration::from_secs(600), &|| stopper.proceed());
+        assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer at 10.0.0.9");
+    }
+
+    #[test]
+    fn the_terminal_shows_the_heading_and_each_size() {
+        let side = Side {
+            nics: vec!["mlx5_0".into()],
+            memory: "cpu".into(),
+            providers: Vec::new(),
+            registration: "reg-mr".into(),
+        };
+        let cli = <crate::cli::Cli as clap::Parser>::parse_from(["p2pmem-perf", "run", "host"]);
+        let crate::cli::Command::Run(args) = cli.command else {
+            panic!("not run")
+        };
+        let report = Report::new(args.test(1), side.clone(), side);
+        assert_eq!(report.test.mode, Mode::Write);
+        let times = Times {
+            posted: vec![Duration::ZERO],
+            done: vec![Duration::from_millis(1)],
+        };
+        let nic = NicResult {
+            nic: "mlx5_0".into(),
+            speed: Speed::new(2 << 20, &times),
+            latency: Latency::new([&times]),
+            cpu_us_client: 0.0,
+            cpu_us_server: 0.0,
+            copied_client: 0,
+            copied_server: 0,
+            checked: None,
+        };
+        let result = SizeResult::new(Speed::of_all(2 << 20, &[]), None, vec![nic]);
+        let shown = |json| {
+            let mut out = Vec::new();
+            let terminal = Terminal {
+                json,
+                out: RefCell::new(&mut out),
+                bar: RefCell::new(ProgressBar::hidden()),
+                nics: RefCell::new(1),
+            };
+            terminal.ready(&report).unwrap();
+            terminal.size_starts(2 << 20, 1).unwrap();
+            terminal.progress(&[1]).unwrap();
+            terminal.size_ends(&result).unwrap();
+            String::from_utf8(out).unwrap()
+        };
+        let text = shown(false);
+        assert!(text.contains("RDMA WRITE") && text.contains("\n 2097152 "), "{text}");
+        assert_eq!(shown(true), "");
+    }
+
+    #[test]
+    fn a_report_can_be_read_again() {
+        let side = Side {
+            nics: vec!["mlx5_0".into()],
+            memory: "accelerator".into(),
+            providers: vec!["0000:03:00.0".into()],
+            registration: "dma-buf".into(),
+        };
+        let cli = <crate::cli::Cli as clap::Parser>::parse_from(["p2pmem-perf", "run", "host", "--staged"]);
+        let crate::cli::Command::Run(args) = cli.command else {
+            panic!("not run")
+        };
+        let mut report = Report::new(args.test(1), side.clone(), side);
+        let times = Times {
+            posted: vec![Duration::ZERO],
+            done: vec![Duration::from_millis(1)],
+        };
+        let speed = Speed::new(2 << 20, &times);
+        report
+            .results
+            .push(SizeResult::new(speed, Latency::new([&times]), Vec::new()));
+        let mut text = Vec::new();
+        print_json(&mut text, &report).unwrap();
+        let read: Report = serde_json::from_slice(&text).unwrap();
+        let json = |report: &Report| serde_json::to_value(report).unwrap();
+        assert_eq!(json(&read), json(&report));
+    }
 }

@@ -2,7 +2,8 @@
 
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
-//! [`client`] and [`server`] agree on a test over TCP ([`wire`]). Each NIC's part of the test is a [`session`], with
+//! [`client`] and [`server`] agree on a test over TCP ([`wire`]); [`client::measure`] runs one and reports to an
+//! [`observer`]. Each NIC's part of the test is a [`session`], with
 //! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
 //! measures bandwidth and message rate. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
@@ -10,6 +11,7 @@
 pub mod cli;
 pub mod client;
 pub mod memory;
+pub mod observer;
 pub mod pattern;
 pub mod progress;
 pub mod registration;

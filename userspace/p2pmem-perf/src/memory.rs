@@ -18,6 +18,13 @@ const ACCESS: Access = Access::LOCAL_WRITE
     .union(Access::REMOTE_WRITE)
     .union(Access::REMOTE_READ);
 
+/// First and last PCI class of mass storage controllers for non-volatile memory.
+const DRIVE: u32 = 0x01_0800;
+const DRIVE_END: u32 = 0x01_08ff;
+/// First and last PCI class of signal processing controllers, which FPGAs have.
+const SIGNAL: u32 = 0x11_0000;
+const SIGNAL_END: u32 = 0x11_ffff;
+
 /// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryOptions<'a> {
@@ -210,10 +217,38 @@ impl UnregisteredMemory {
     }
 }
 
+/// Returns the kind of memory of a provider, by the PCI class of its device.
+fn kind_of(provider: &Provider) -> MemoryKind {
+    match provider.class {
+        DRIVE..=DRIVE_END => MemoryKind::Cmb,
+        SIGNAL..=SIGNAL_END => MemoryKind::Fpga,
+        _ => MemoryKind::Accelerator,
+    }
+}
+
+/// Returns whether a provider has memory of the kind. Memory of a drive or an FPGA is never memory of an accelerator.
+fn has_kind(provider: &Provider, kind: MemoryKind) -> bool {
+    match kind {
+        MemoryKind::Cpu => false,
+        MemoryKind::Pageless => provider.pageless,
+        MemoryKind::Accelerator => kind_of(provider) == kind && !provider.pageless,
+        MemoryKind::Cmb | MemoryKind::Fpga => kind_of(provider) == kind,
+    }
+}
+
+/// Returns what to do if no provider has memory of the kind.
+fn how_to_get(kind: MemoryKind) -> &'static str {
+    match kind {
+        MemoryKind::Cpu | MemoryKind::Accelerator => "publish a device (p2pmemctl publish <device>)",
+        MemoryKind::Cmb => "use a drive with a controller memory buffer, which p2pmem adopts (p2pmemctl list)",
+        MemoryKind::Fpga => "publish an FPGA, a device of PCI class 11 (p2pmemctl publish <device>)",
+        MemoryKind::Pageless => "publish a device (p2pmemctl publish <device> --mode pageless)",
+    }
+}
+
 /// Returns the request for a buffer of the kind, near the NIC.
 fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
     let providers = device.providers()?;
-    let wanted = |provider: &Provider| provider.pageless == (options.kind == MemoryKind::Pageless);
     let name = options.kind.name();
     let near = Request::new(bytes).near([Client::resolve(nic)?]);
     if let Some(chosen) = options.provider {
@@ -223,21 +258,20 @@ fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -
         let Some(found) = found else {
             bail!("no provider {chosen} exists: `p2pmemctl list` lists all");
         };
-        if !wanted(found) {
-            bail!("provider {chosen} has no memory of the kind {name}: `p2pmemctl list` shows its mode");
+        if !has_kind(found, options.kind) {
+            bail!("provider {chosen} has no memory of the kind {name}: `p2pmemctl list` shows its device and mode");
         }
         return Ok(near.provider(found.id));
     }
     // The module does not choose by kind, so it can choose only if all providers are of this kind.
-    let kind: Vec<_> = providers.iter().filter(|provider| wanted(provider)).collect();
+    let kind: Vec<_> = providers
+        .iter()
+        .filter(|provider| has_kind(provider, options.kind))
+        .collect();
     if kind.is_empty() {
         bail!(
-            "no provider has memory of the kind {name}: publish a device (p2pmemctl publish <device>{})",
-            if options.kind == MemoryKind::Pageless {
-                " --mode pageless"
-            } else {
-                ""
-            }
+            "no provider has memory of the kind {name}: {}",
+            how_to_get(options.kind)
         );
     }
     if kind.len() == providers.len() {
@@ -259,4 +293,115 @@ fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -
             )
         });
     Ok(near.provider(best.map_or(kind[0].id, |verdict| verdict.provider)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use p2pmem::fake::Fake;
+    use p2pmem::{PathClass, PciAddr};
+
+    const NIC: &str = "0000:0b:00.0";
+
+    fn at(bus: u8) -> PciAddr {
+        PciAddr {
+            domain: 0,
+            bus,
+            devfn: 0,
+        }
+    }
+
+    /// Providers: accelerators 1 (far) and 2 (near), a drive 3 (nearest), FPGAs 4 (near) and 5 (far).
+    fn machine() -> Fake {
+        let nic: PciAddr = NIC.parse().unwrap();
+        Fake::new()
+            .provider(at(1), 256 << 20)
+            .provider(at(2), 64 << 20)
+            .adopted(at(3), 16 << 20, "nvme")
+            .provider(at(4), 64 << 20)
+            .provider(at(5), 256 << 20)
+            .class(4, 0x11_8000)
+            .class(5, 0x11_0100)
+            .path(at(1), nic, PathClass::HostBridge, 8)
+            .path(at(2), nic, PathClass::SameSwitch, 4)
+            .path(at(3), nic, PathClass::SameSwitch, 2)
+            .path(at(4), nic, PathClass::SameSwitch, 4)
+            .path(at(5), nic, PathClass::HostBridge, 8)
+    }
+
+    /// Returns the provider of a buffer, or the error.
+    fn allocated(fake: &Fake, kind: MemoryKind, provider: Option<&str>, bytes: u64) -> Result<u32, String> {
+        let device = fake.device();
+        let options = MemoryOptions {
+            kind,
+            provider,
+            device: Path::new("/nonexistent"),
+        };
+        let request = request(options, &device, NIC, bytes).map_err(|error| format!("{error:#}"))?;
+        let buffer = device.alloc(&request).map_err(|error| error.to_string())?;
+        Ok(buffer.provider())
+    }
+
+    #[test]
+    fn the_nearest_provider_of_the_kind_is_used() {
+        let fake = machine();
+        let of = |kind, bytes| allocated(&fake, kind, None, bytes);
+        assert_eq!(of(MemoryKind::Accelerator, 1 << 20), Ok(2));
+        assert_eq!(of(MemoryKind::Cmb, 1 << 20), Ok(3));
+        assert_eq!(of(MemoryKind::Fpga, 1 << 20), Ok(4));
+        // The near one is too small.
+        assert_eq!(of(MemoryKind::Accelerator, 128 << 20), Ok(1));
+        assert_eq!(of(MemoryKind::Fpga, 128 << 20), Ok(5));
+    }
+
+    #[test]
+    fn a_full_provider_is_not_replaced_by_another_kind() {
+        let fake = machine();
+        let error = allocated(&fake, MemoryKind::Cmb, None, 32 << 20).unwrap_err();
+        assert!(error.contains("0000:03:00.0"), "{error}");
+        let error = allocated(&fake, MemoryKind::Accelerator, None, 512 << 20).unwrap_err();
+        assert!(!error.contains("0000:03:00.0"), "{error}");
+    }
+
+    #[test]
+    fn accelerators_are_never_drives_or_fpgas() {
+        let fake = Fake::new()
+            .adopted(at(3), 16 << 20, "nvme")
+            .provider(at(4), 64 << 20)
+            .class(2, 0x11_8000);
+        let error = allocated(&fake, MemoryKind::Accelerator, None, 4096).unwrap_err();
+        assert!(
+            error.contains("no provider has memory of the kind accelerator") && error.contains("p2pmemctl publish"),
+            "{error}"
+        );
+        assert_eq!(allocated(&fake, MemoryKind::Fpga, None, 4096), Ok(2));
+    }
+
+    #[test]
+    fn each_missing_kind_says_what_to_do() {
+        let fake = Fake::new();
+        for (kind, words) in [
+            (MemoryKind::Accelerator, "p2pmemctl publish <device>)"),
+            (MemoryKind::Cmb, "controller memory buffer"),
+            (MemoryKind::Fpga, "PCI class 11"),
+            (MemoryKind::Pageless, "--mode pageless"),
+        ] {
+            let error = allocated(&fake, kind, None, 4096).unwrap_err();
+            assert!(error.contains(kind.name()) && error.contains(words), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_named_provider_must_exist_and_have_the_kind() {
+        let fake = machine();
+        assert_eq!(allocated(&fake, MemoryKind::Fpga, Some("5"), 4096), Ok(5));
+        assert_eq!(allocated(&fake, MemoryKind::Cmb, Some("0000:03:00.0"), 4096), Ok(3));
+        for (provider, words) in [
+            ("3", "provider 3 has no memory of the kind accelerator"),
+            ("9", "no provider 9 exists"),
+        ] {
+            let error = allocated(&fake, MemoryKind::Accelerator, Some(provider), 4096).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+    }
 }

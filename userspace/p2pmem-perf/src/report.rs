@@ -5,14 +5,14 @@
 use std::io::{self, Write};
 
 use p2pmem::human_size;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::pattern::Comparison;
 use crate::stats::{Latency, Speed};
 use crate::wire::{Mode, Side, Test};
 
 /// Result of the messages of one size on one NIC.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct NicResult {
     /// The client's NIC.
     pub nic: String,
@@ -34,7 +34,7 @@ pub struct NicResult {
 }
 
 /// Result of the messages of one size on all NICs.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SizeResult {
     /// Bandwidth and rate of all NICs together.
     #[serde(flatten)]
@@ -73,13 +73,13 @@ impl SizeResult {
 }
 
 /// The whole report.
-#[derive(Debug, Clone, Serialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Report {
     /// Parameters of the test.
     pub test: Test,
     /// Unit that copied staged payload.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub copied_by: Option<&'static str>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copied_by: Option<String>,
     /// The client's NICs and memory.
     pub client: Side,
     /// The server's NICs and memory.
@@ -92,7 +92,7 @@ impl Report {
     /// Creates a report without results.
     pub fn new(test: Test, client: Side, server: Side) -> Self {
         Self {
-            copied_by: test.staged.then_some("processor"),
+            copied_by: test.staged.then(|| "processor".to_owned()),
             test,
             client,
             server,

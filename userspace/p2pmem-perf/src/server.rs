@@ -15,7 +15,7 @@ use crate::cli::{OwnArgs, ServeArgs};
 use crate::session::{describe, needs, open_nics, NicSession, Role, Served};
 use crate::waiter::Stop;
 use crate::wire::{
-    check_endpoints, reason, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
+    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
 };
 
 /// Wait for a message of the client between two checks of the sessions.
@@ -52,7 +52,7 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
     let served = run_test(&mut control, args);
     if let Err(error) = &served {
         // The peer may have disconnected; then `error` says so.
-        let _ = control.send(&FromServer::Failed(reason(error)));
+        let _ = control.send(&FromServer::Failed(reason_for_peer(error)));
     }
     served
 }
@@ -80,10 +80,11 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
         test.iterations,
         test.nics
     );
-    let mut sessions = sessions(&test, Role::Server, &args.own)?;
+    let own = &own_args(&args.own, &test)?;
+    let mut sessions = sessions(&test, Role::Server, own)?;
     control.send(&FromServer::Welcome {
         version: VERSION,
-        side: side(&sessions, &args.own),
+        side: side(&sessions, own),
         endpoints: sessions.iter().map(|session| session.endpoint().clone()).collect(),
     })?;
     let FromClient::Connect(endpoints) = control.receive()? else {
@@ -96,12 +97,23 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
             FromClient::Start(size) if size == *expected => {}
             other => bail!("the client sent {other:?}; expected the start of messages of {expected} bytes"),
         }
-        one_size(control, &sessions, *expected, &args.own)?;
+        one_size(control, &sessions, *expected, own)?;
     }
     match control.receive()? {
         FromClient::Bye => Ok(()),
         other => bail!("the client sent {other:?} after the last size; expected `bye`"),
     }
+}
+
+/// Returns the server's options for a test. If the client chooses the memory, it also chooses the provider: the server's
+/// own may be of another kind.
+fn own_args(own: &OwnArgs, test: &Test) -> Result<OwnArgs> {
+    let Some(peer) = &test.peer else { return Ok(own.clone()) };
+    Ok(OwnArgs {
+        memory: peer.kind().map_err(anyhow::Error::msg)?,
+        device: peer.device.clone(),
+        ..own.clone()
+    })
 }
 
 /// Runs the messages of one size, from `start` to `finished`.
@@ -212,5 +224,41 @@ pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
             .first()
             .map(|session| session.memory().method())
             .unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::{Cli, Command, MemoryKind};
+    use clap::Parser;
+
+    fn own(line: &str) -> OwnArgs {
+        let Command::Serve(args) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
+            panic!("not serve")
+        };
+        args.own
+    }
+
+    fn test(line: &str) -> Test {
+        let Command::Run(args) = Cli::try_parse_from(line.split(' ')).unwrap().command else {
+            panic!("not run")
+        };
+        args.test(1)
+    }
+
+    #[test]
+    fn the_client_may_choose_the_servers_memory() {
+        let own = own("p2pmem-perf serve --memory accelerator --device 2 --events");
+        let kept = own_args(&own, &test("p2pmem-perf run host")).unwrap();
+        assert_eq!(
+            (kept.memory, kept.device.as_deref()),
+            (MemoryKind::Accelerator, Some("2"))
+        );
+        let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory fpga")).unwrap();
+        assert_eq!((chosen.memory, chosen.device), (MemoryKind::Fpga, None));
+        assert!(chosen.events);
+        let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory cmb --peer-device 5")).unwrap();
+        assert_eq!((chosen.memory, chosen.device.as_deref()), (MemoryKind::Cmb, Some("5")));
     }
 }

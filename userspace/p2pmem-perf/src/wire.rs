@@ -7,7 +7,7 @@
 //! checked before use, and every wait has a limit.
 //!
 //! ```text
-//! client: hello                                      the test parameters
+//! client: hello                                      the test parameters, and the server's kind of memory
 //! server: welcome                                    the server's queue pairs and memory
 //! client: connect                                    the client's queue pairs and memory
 //! server: ready                                      both sides can send
@@ -30,11 +30,12 @@ use p2pmem_verbs::Address;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
 
 /// Version of the protocol.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Maximum length of a line in bytes.
 const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
@@ -91,6 +92,37 @@ pub struct Test {
     pub seed: u64,
     /// Number of NICs of each side.
     pub nics: usize,
+    /// The server's memory. Without it, the server uses the memory of its own options.
+    #[serde(default)]
+    pub peer: Option<PeerMemory>,
+}
+
+/// Memory of the server that the client chooses.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PeerMemory {
+    /// Name of the kind. A text, so that the server can report a kind that it does not know.
+    pub kind: String,
+    /// The provider, by id or PCI address; `None` selects the provider nearest to the NIC.
+    pub device: Option<String>,
+}
+
+impl PeerMemory {
+    /// Returns the kind.
+    ///
+    /// # Errors
+    ///
+    /// This version of the program does not know the kind.
+    pub fn kind(&self) -> Result<MemoryKind, String> {
+        MemoryKind::from_str(&self.kind, false).map_err(|_| {
+            let all: Vec<_> = MemoryKind::value_variants().iter().map(|kind| kind.name()).collect();
+            format!(
+                "unknown kind of memory {:?}: use one of {} (--peer-memory)",
+                self.kind,
+                all.join(", ")
+            )
+        })
+    }
 }
 
 impl Mode {
@@ -121,6 +153,7 @@ impl Test {
         for size in &self.sizes {
             check_message(*size)?;
         }
+        self.peer.as_ref().map(PeerMemory::kind).transpose()?;
         let no = |holds: bool, why: &str| if holds { Err(why.to_owned()) } else { Ok(()) };
         no(self.sizes.is_empty() || self.sizes.len() > 64, "specify 1 to 64 sizes")?;
         no(
@@ -318,7 +351,18 @@ impl Message for FromServer {
 
 /// Returns the text of an error, truncated to the maximum length that the peer accepts.
 pub fn reason(error: &anyhow::Error) -> String {
-    let mut text = format!("{error:#}");
+    truncated(format!("{error:#}"))
+}
+
+/// Returns the text of an error for the peer: as [`reason`], with what to do if this is known.
+pub fn reason_for_peer(error: &anyhow::Error) -> String {
+    match crate::remedy(error) {
+        Some(remedy) => truncated(format!("{error:#} (remedy: {remedy})")),
+        None => reason(error),
+    }
+}
+
+fn truncated(mut text: String) -> String {
     if text.len() > MAX_REASON {
         let end = (0..=MAX_REASON).rev().find(|at| text.is_char_boundary(*at));
         text.truncate(end.unwrap_or(0));
@@ -419,8 +463,22 @@ impl Control {
     }
 }
 
+/// Returns the version of a first message that this version of the program cannot parse.
+fn version_of(line: &[u8]) -> Option<u64> {
+    let message: serde_json::Value = serde_json::from_slice(line).ok()?;
+    let first = ["hello", "welcome"].iter().find_map(|name| message.get(name))?;
+    first.get("version")?.as_u64()
+}
+
 fn parse<M: Message>(line: &[u8]) -> Result<M> {
-    let message: M = serde_json::from_slice(line).with_context(|| {
+    let message = serde_json::from_slice::<M>(line);
+    // Other versions have other fields, so their first message may not be valid here.
+    if let Some(version) = version_of(line).filter(|version| message.is_err() && *version != u64::from(VERSION)) {
+        bail!(
+            "the other side has protocol version {version}, this side {VERSION}: use the same p2pmem-perf on both sides"
+        );
+    }
+    let message: M = message.with_context(|| {
         let start = String::from_utf8_lossy(&line[..line.len().min(80)]);
         format!("the other side sent an invalid message (is it p2pmem-perf of the same version?): {start:?}")
     })?;

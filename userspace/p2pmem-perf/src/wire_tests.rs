@@ -33,6 +33,7 @@ fn test() -> Test {
         verify: true,
         seed: 1,
         nics: 1,
+        peer: None,
     }
 }
 
@@ -178,6 +179,67 @@ fn invalid_parameters_are_rejected() {
         ..test()
     };
     assert!(staged.check().unwrap_err().contains("staged"));
+}
+
+#[test]
+fn an_unknown_kind_of_memory_is_rejected() {
+    let with = |kind: &str| Test {
+        peer: Some(PeerMemory {
+            kind: kind.into(),
+            device: None,
+        }),
+        ..test()
+    };
+    for kind in MemoryKind::value_variants() {
+        assert_eq!(with(kind.name()).check(), Ok(()));
+        assert_eq!(with(kind.name()).peer.unwrap().kind(), Ok(*kind));
+    }
+    let why = with("tape").check().unwrap_err();
+    assert!(
+        why.contains("\"tape\"") && why.contains("cpu, accelerator, cmb, fpga, pageless"),
+        "{why}"
+    );
+}
+
+#[test]
+fn other_versions_are_named_even_if_their_fields_are_unknown() {
+    let newer = br#"{"hello":{"version":7,"test":{"mode":"write","future":1}}}"#;
+    let error = format!("{:#}", parse::<FromClient>(newer).unwrap_err());
+    assert_eq!(
+        error,
+        format!("the other side has protocol version 7, this side {VERSION}: use the same p2pmem-perf on both sides")
+    );
+    let error = format!(
+        "{:#}",
+        parse::<FromServer>(br#"{"welcome":{"version":3}}"#).unwrap_err()
+    );
+    assert!(error.contains("protocol version 3"), "{error}");
+    // The same version with unknown fields is no valid message.
+    let same = format!(r#"{{"hello":{{"version":{VERSION},"future":1}}}}"#);
+    let error = format!("{:#}", parse::<FromClient>(same.as_bytes()).unwrap_err());
+    assert!(error.contains("invalid message"), "{error}");
+    // A client of version 3 sends no field that this version does not know; the server compares the versions.
+    let mut older = serde_json::to_value(FromClient::Hello {
+        version: 3,
+        test: test(),
+    })
+    .unwrap();
+    older["hello"]["test"].as_object_mut().unwrap().remove("peer");
+    let older = serde_json::to_vec(&older).unwrap();
+    assert!(matches!(parse(&older).unwrap(), FromClient::Hello { version: 3, .. }));
+}
+
+#[test]
+fn the_peer_learns_what_to_do() {
+    let missing = p2pmem::Device::open_path("/nonexistent/p2pmem").unwrap_err();
+    let remedy = missing.remedy().unwrap();
+    let error = anyhow::Error::new(missing).context("allocating");
+    let text = reason_for_peer(&error);
+    assert!(
+        text.starts_with("allocating: cannot open") && text.ends_with(&format!("(remedy: {remedy})")),
+        "{text}"
+    );
+    assert_eq!(reason_for_peer(&anyhow::anyhow!("no memory")), "no memory");
 }
 
 #[test]

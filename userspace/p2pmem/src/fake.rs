@@ -137,6 +137,14 @@ impl Fake {
         })
     }
 
+    /// Sets the PCI class of the device of provider `id`, 24 bits.
+    pub fn class(self, id: u32, class: u32) -> Self {
+        if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
+            provider.raw.class = class;
+        }
+        self
+    }
+
     fn add(self, raw: abi::p2pmem_provider) -> Self {
         let mut state = lock(&self.machine.state);
         state.last_id += 1;
