@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, Sizes};
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
@@ -41,6 +42,8 @@ pub enum Command {
     Serve(ServeArgs),
     /// Connect to a server, and measure.
     Run(RunArgs),
+    /// Compare two-sided calls with one-sided ones: latency, and processor time of client and server.
+    Rpc(RpcArgs),
     /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
     /// End a buffer while its registration is kept, for stale-run.
@@ -124,6 +127,12 @@ impl OwnArgs {
             (false, false) => How::Poll,
         }
     }
+
+    /// Sets how this side waits for completions.
+    pub fn set_how(&mut self, how: How) {
+        self.events = how == How::Events;
+        self.adaptive = how == How::Adaptive;
+    }
 }
 
 /// Options of the server.
@@ -172,6 +181,10 @@ pub struct RunArgs {
     #[arg(long, value_name = "DEVICE", requires = "peer_memory")]
     pub peer_device: Option<String>,
 
+    /// How the server waits for completions [default: as its own options say]
+    #[arg(long, value_enum, value_name = "HOW")]
+    pub peer_waits: Option<How>,
+
     /// RDMA operation of the messages.
     #[arg(long, value_enum, default_value = "write")]
     pub mode: Mode,
@@ -191,6 +204,10 @@ pub struct RunArgs {
     /// Maximum number of messages in flight.
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub depth: u32,
+
+    /// Number of requests to post with one doorbell [default: all that may be in flight]
+    #[arg(long, value_name = "N")]
+    pub batch: Option<u32>,
 
     /// Memory for the messages of one size on each side. Two messages always fit, also if they are larger.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "32M")]
@@ -214,6 +231,17 @@ pub struct RunArgs {
 }
 
 impl RunArgs {
+    /// Returns the options of a run against a server, with all defaults.
+    pub fn to(host: &str) -> Self {
+        #[derive(Parser)]
+        struct Defaults {
+            #[command(flatten)]
+            run: RunArgs,
+        }
+        // Any host is valid, so this does not end the program.
+        Defaults::parse_from(["p2pmem-perf", "--", host]).run
+    }
+
     /// The test for that many NICs.
     pub fn test(&self, nics: usize) -> Test {
         Test {
@@ -222,6 +250,7 @@ impl RunArgs {
             iterations: self.iters,
             volume: self.volume,
             depth: self.depth,
+            batch: self.batch,
             budget: self.buffer,
             handshake: self.handshake,
             staged: self.staged,
@@ -232,6 +261,7 @@ impl RunArgs {
                 kind: kind.name().to_owned(),
                 device: self.peer_device.clone(),
             }),
+            peer_waits: self.peer_waits,
         }
     }
 }

@@ -16,6 +16,7 @@ pub mod pattern;
 pub mod progress;
 pub mod registration;
 pub mod report;
+pub mod rpc;
 pub mod server;
 pub mod session;
 pub mod sizes;
@@ -64,6 +65,7 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),
         Command::Run(args) => client::run(args, cli.json, out),
+        Command::Rpc(args) => rpc::run(args, cli.json, out).map(|()| true),
         Command::StaleServe(args) => stale::serve(args).map(|()| true),
         Command::StaleRun(args) => stale::run(args, cli.json, out),
         Command::Register(args) => registration::register(args, cli.json, out).map(|()| true),

@@ -124,6 +124,7 @@ impl Report {
             Mode::Read => "RDMA READ, server to client",
             Mode::Send => "SEND, client to server",
             Mode::WriteImmediate => "RDMA WRITE with immediate data, client to server",
+            Mode::Rpc => "call: SEND, copy by the server's processor, reply",
         }
         .to_owned();
         if test.staged {

@@ -108,12 +108,15 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
 /// Returns the server's options for a test. If the client chooses the memory, it also chooses the provider: the server's
 /// own may be of another kind.
 fn own_args(own: &OwnArgs, test: &Test) -> Result<OwnArgs> {
-    let Some(peer) = &test.peer else { return Ok(own.clone()) };
-    Ok(OwnArgs {
-        memory: peer.kind().map_err(anyhow::Error::msg)?,
-        device: peer.device.clone(),
-        ..own.clone()
-    })
+    let mut own = own.clone();
+    if let Some(how) = test.peer_waits {
+        own.set_how(how);
+    }
+    if let Some(peer) = &test.peer {
+        own.memory = peer.kind().map_err(anyhow::Error::msg)?;
+        own.device.clone_from(&peer.device);
+    }
+    Ok(own)
 }
 
 /// Runs the messages of one size, from `start` to `finished`.
@@ -231,6 +234,7 @@ pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
 mod tests {
     use super::*;
     use crate::cli::{Cli, Command, MemoryKind};
+    use crate::waiter::How;
     use clap::Parser;
 
     fn own(line: &str) -> OwnArgs {
@@ -258,6 +262,8 @@ mod tests {
         let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory fpga")).unwrap();
         assert_eq!((chosen.memory, chosen.device), (MemoryKind::Fpga, None));
         assert!(chosen.events);
+        let waits = own_args(&own, &test("p2pmem-perf run host --peer-waits adaptive")).unwrap();
+        assert_eq!((waits.how(), waits.memory), (How::Adaptive, MemoryKind::Accelerator));
         let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory cmb --peer-device 5")).unwrap();
         assert_eq!((chosen.memory, chosen.device.as_deref()), (MemoryKind::Cmb, Some("5")));
     }

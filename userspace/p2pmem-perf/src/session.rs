@@ -2,6 +2,8 @@
 
 //! The part of a test that one NIC does: a queue pair, registered memory, and the messages.
 
+mod calls;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -74,12 +76,18 @@ pub fn payload_bytes(test: &Test, role: Role) -> u64 {
 }
 
 /// Returns the bytes of host memory through which a side copies staged messages.
-pub fn bounce_bytes(test: &Test) -> u64 {
-    if !test.staged {
-        return 0;
-    }
-    let bytes = test.sizes.iter().map(|size| slots(test, *size).source_bytes());
-    bytes.max().unwrap_or(0)
+///
+/// The server of calls receives them in host memory, and copies the payload from there.
+pub fn bounce_bytes(test: &Test, role: Role) -> u64 {
+    let slots = test.sizes.iter().map(|size| slots(test, *size));
+    let bytes = if test.staged {
+        slots.map(|slots| slots.source_bytes()).max()
+    } else if test.mode == Mode::Rpc && role == Role::Server {
+        slots.map(|slots| slots.target_bytes()).max()
+    } else {
+        None
+    };
+    bytes.unwrap_or(0)
 }
 
 /// What the server did for the messages of one size.
@@ -152,7 +160,7 @@ impl NicSession {
         };
         let bytes = payload_bytes(test, role);
         let memory = Memory::new(options, &domain, bytes)?;
-        let bounce = match bounce_bytes(test) {
+        let bounce = match bounce_bytes(test, role) {
             0 => None,
             bytes => {
                 let kind = MemoryKind::Cpu;
@@ -160,11 +168,10 @@ impl NicSession {
             }
         };
         // The peer gets access to the memory that messages use, and to nothing else: to the host memory if staged.
-        let reached = bounce.as_ref().unwrap_or(&memory);
-        let payload = if test.staged {
-            reached.window(0, bounce_bytes(test))
+        let payload = if let (true, Some(reached)) = (test.staged, &bounce) {
+            reached.window(0, bounce_bytes(test, role))
         } else {
-            reached.window(0, bytes - WORDS)
+            memory.window(0, bytes - WORDS)
         };
         let endpoint = own_endpoint(&queue, own, payload, memory.window(bytes - WORDS, WORD))?;
         Ok(Self {
@@ -281,9 +288,14 @@ impl NicSession {
     }
 
     fn post_receive(&self, slots: &Slots, message: u64) -> Result<()> {
-        let into = (self.test.mode == Mode::Send).then(|| self.memory.segment(slots.target_at(message), slots.size));
+        let (at, size) = (slots.target_at(message), slots.size);
+        let (id, into) = match (self.test.mode, &self.bounce) {
+            (Mode::Send, _) => (message, Some(self.memory.segment(at, size))),
+            (Mode::Rpc, Some(received)) => (calls::RECEIVE | message, Some(received.segment(at, size))),
+            _ => (message, None),
+        };
         self.queue
-            .post_receive(message, into)
+            .post_receive(id, into)
             .with_context(|| format!("posting the receive for message {message}"))
     }
 
@@ -301,6 +313,9 @@ impl NicSession {
     pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<Served> {
         if !self.takes_receives() {
             return Ok(Served::default());
+        }
+        if self.test.mode == Mode::Rpc {
+            return self.serve_calls(size, &self.waiter(own, stop));
         }
         let before = cpu_time();
         let slots = slots(&self.test, size);
@@ -400,6 +415,8 @@ impl NicSession {
         };
         let (times, copied) = if self.test.has_handshake() {
             run.with_handshake(window(&self.test, &slots))?
+        } else if self.test.mode == Mode::Rpc {
+            run.with_replies()?
         } else {
             run.without_handshake()?
         };
@@ -450,15 +467,22 @@ impl Run<'_> {
 
     /// Runs messages that are done when their completion arrives.
     fn without_handshake(mut self) -> Result<(Times, u64)> {
-        let depth = u64::from(self.session.test.depth);
+        let (depth, batch) = (self.session.test.depth, self.session.test.batch.unwrap_or(1));
+        let (depth, batch) = (u64::from(depth), u64::from(batch));
         let (mut posted, mut done) = (0, 0);
         let mut completions = Vec::new();
         while done < self.messages {
-            while posted < self.messages && posted - done < depth {
-                let request = self.message(posted)?;
-                self.requests.push(request);
-                self.times.posted.push(self.now());
-                posted += 1;
+            // A doorbell waits until its requests may be in flight.
+            while posted < self.messages && posted - done + batch.min(self.messages - posted) <= depth {
+                for _ in 0..batch.min(self.messages - posted) {
+                    let request = self.message(posted)?;
+                    self.requests.push(request);
+                    self.times.posted.push(self.now());
+                    posted += 1;
+                }
+                if self.session.test.batch.is_some() {
+                    self.post()?;
+                }
             }
             self.post()?;
             self.waiter
@@ -496,7 +520,7 @@ impl Run<'_> {
                 let from = self.remote(&self.other.payload, source, size)?;
                 (memory.segment(target, size), Work::Read(from))
             }
-            Mode::Send => (memory.segment(source, size), Work::Send),
+            Mode::Send | Mode::Rpc => (memory.segment(source, size), Work::Send),
         };
         Ok(Request {
             id: message,
@@ -658,7 +682,7 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
 
 /// Returns the bytes of this side's memory that a test needs for each NIC.
 pub fn needs(test: &Test, role: Role) -> u64 {
-    payload_bytes(test, role) + bounce_bytes(test)
+    payload_bytes(test, role) + bounce_bytes(test, role)
 }
 
 /// Returns a one-line description of the memory.

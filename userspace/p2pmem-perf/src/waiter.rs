@@ -7,7 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
+use clap::ValueEnum;
 use p2pmem_verbs::{Completion, Completions};
+use serde::{Deserialize, Serialize};
 
 /// Polls between two reads of the clock.
 const POLLS: u32 = 256;
@@ -20,7 +22,8 @@ const MAX_SLEEP: Duration = Duration::from_millis(100);
 pub type Stop = Arc<AtomicBool>;
 
 /// How to wait for a completion.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
 pub enum How {
     /// Poll until it is there.
     Poll,
@@ -28,6 +31,17 @@ pub enum How {
     Events,
     /// Poll for a short time, then sleep until its event arrives.
     Adaptive,
+}
+
+impl How {
+    /// Returns the name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Poll => "poll",
+            Self::Events => "events",
+            Self::Adaptive => "adaptive",
+        }
+    }
 }
 
 /// Waits for completions of one queue.

@@ -33,6 +33,7 @@ use serde::{Deserialize, Serialize};
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
 use crate::sizes::{check_message, Sizes};
+use crate::waiter::How;
 
 /// Version of the protocol.
 pub const VERSION: u32 = 4;
@@ -64,6 +65,9 @@ pub enum Mode {
     #[value(name = "write-imm")]
     #[serde(rename = "write-imm")]
     WriteImmediate,
+    /// The client calls the server (two-sided RPC): it sends the payload, the server's processor copies the payload to its
+    /// memory and sends a reply.
+    Rpc,
 }
 
 /// Parameters of a test. The client chooses them and sends them to the server.
@@ -80,6 +84,9 @@ pub struct Test {
     pub volume: Option<u64>,
     /// Maximum number of messages in flight.
     pub depth: u32,
+    /// Number of requests that the client posts with one doorbell; `None`: as many as may be in flight.
+    #[serde(default)]
+    pub batch: Option<u32>,
     /// Bytes for the slots of one side. Two messages always fit, also if they are larger.
     pub budget: u64,
     /// Writes with handshake: the server counts handled messages, and the client reads the counter by RDMA READ.
@@ -95,6 +102,9 @@ pub struct Test {
     /// The server's memory. Without it, the server uses the memory of its own options.
     #[serde(default)]
     pub peer: Option<PeerMemory>,
+    /// How the server waits for completions. Without it, as its own options say.
+    #[serde(default)]
+    pub peer_waits: Option<How>,
 }
 
 /// Memory of the server that the client chooses.
@@ -128,7 +138,7 @@ impl PeerMemory {
 impl Mode {
     /// Returns whether each message consumes a receive of the server, without a handshake.
     pub fn takes_receives(self) -> bool {
-        matches!(self, Self::Send | Self::WriteImmediate)
+        matches!(self, Self::Send | Self::WriteImmediate | Self::Rpc)
     }
 }
 
@@ -164,6 +174,14 @@ impl Test {
         no(
             !(1..=MAX_DEPTH).contains(&self.depth),
             &format!("specify a depth of 1 to {MAX_DEPTH} messages"),
+        )?;
+        no(
+            self.batch.is_some_and(|batch| !(1..=self.depth).contains(&batch)),
+            "a doorbell posts 1 request to as many as are in flight: use a --batch of 1 to --depth",
+        )?;
+        no(
+            self.batch.is_some() && (self.has_handshake() || self.mode == Mode::Rpc),
+            "--batch is for requests without handshake and reply",
         )?;
         no(
             self.handshake && self.mode != Mode::Write,

@@ -27,6 +27,7 @@ fn test() -> Test {
         iterations: 2000,
         volume: None,
         depth: 16,
+        batch: None,
         budget: 32 << 20,
         handshake: true,
         staged: false,
@@ -34,6 +35,7 @@ fn test() -> Test {
         seed: 1,
         nics: 1,
         peer: None,
+        peer_waits: None,
     }
 }
 

@@ -87,15 +87,20 @@ fn both(vm: &mut Vm, options: &str) -> Result<Value> {
 
 fn every_mode(cluster: &mut Cluster) -> Result<()> {
     let vm = node(cluster)?;
-    for (options, copied) in [
-        ("-n 40 --size 8,64K --handshake", 0),
-        ("-n 40 --size 4K-64K --depth 5", 0),
-        ("-n 30 --size 64K --mode read", 0),
-        ("-n 30 --size 12K,64K --mode send --depth 4", 0),
-        ("-n 30 --size 12K,64K --mode write-imm --depth 4", 0),
-        ("-n 30 --size 64K --mode write-imm --adaptive", 0),
-        ("-n 30 --size 64K --staged --depth 3", 30 << 16),
-        ("-n 1000 --volume 256K --size 64K --handshake --depth 1", 0),
+    // What client and server copy of each message.
+    let (nothing, once, twice) = ([false, false], [false, true], [true, true]);
+    for (options, copies) in [
+        ("-n 40 --size 8,64K --handshake", nothing),
+        ("-n 40 --size 4K-64K --depth 5", nothing),
+        ("-n 41 --size 4K --depth 12 --batch 5", nothing),
+        ("-n 30 --size 64K --mode read", nothing),
+        ("-n 30 --size 12K,64K --mode send --depth 4", nothing),
+        ("-n 30 --size 12K,64K --mode write-imm --depth 4", nothing),
+        ("-n 30 --size 64K --mode write-imm --adaptive", nothing),
+        ("-n 30 --size 8,64K --mode rpc --depth 1 --peer-waits adaptive", once),
+        ("-n 40 --size 64K --mode rpc --depth 7", once),
+        ("-n 30 --size 64K --staged --depth 3", twice),
+        ("-n 1000 --volume 256K --size 64K --handshake --depth 1", nothing),
     ] {
         let report = both(vm, options)?;
         let results = report["results"].as_array().context("a report without results")?;
@@ -107,9 +112,12 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
                 result["verified"] == true && bytes >= 2 * result["bytes"].as_u64().unwrap_or(u64::MAX),
                 "{options}: not every byte is right: {result}"
             );
+            let number = |what: &str| result[what].as_u64().with_context(|| format!("{options}: {what}"));
+            let all = number("bytes")? * number("iterations")?;
+            let copied = copies.map(|copies| if copies { all } else { 0 });
             ensure!(
-                nic["copied_client"] == copied && nic["copied_server"] == copied,
-                "{options}: copied bytes: {nic}"
+                nic["copied_client"] == copied[0] && nic["copied_server"] == copied[1],
+                "{options}: copied bytes: {nic}, expected {copied:?}"
             );
             ensure!(
                 result["average_mib_per_s"].as_f64().is_some_and(|speed| speed > 0.0),
@@ -122,7 +130,7 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
                 "{options}: latencies: {result}"
             );
             // The server's processor takes part only where each message consumes a receive.
-            let one_sided = !["handshake", "staged", "send", "write-imm"]
+            let one_sided = !["handshake", "staged", "send", "write-imm", "rpc"]
                 .iter()
                 .any(|word| options.contains(word));
             let server = nic["cpu_us_server"].as_f64().context("cpu_us_server")?;
