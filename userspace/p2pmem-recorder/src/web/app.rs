@@ -1,54 +1,58 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What all requests share, and their limits.
+//! What all requests share.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{watch, Mutex, Semaphore};
+use p2pmem_web::{Access, Asset, Changed, Changes, Server, Service, Site, SCRIPT, STYLE};
+use tokio::sync::Mutex;
 
-use super::auth::Auth;
+use super::api;
+use super::state::NodeState;
 use super::topology::Machine;
-use crate::node::Node;
+use crate::node::{Node, Observer};
 
-/// The latest state as JSON.
-pub(super) type Snapshots = watch::Receiver<Arc<str>>;
-
-/// The shortest token, in bytes.
-pub const MIN_TOKEN: usize = 16;
-
-/// Bytes of the body of a request.
-pub(super) const MAX_BODY: usize = 16 << 10;
-/// Event streams at the same time.
-pub(super) const MAX_STREAMS: usize = 32;
-/// Changes at the same time. Each occupies a thread, see `BLOCKING_THREADS` of the server.
-pub(super) const MAX_CHANGES: usize = 4;
+const SITE: Site = Site {
+    name: "p2pmem-recorder",
+    title: "p2pmem recorder",
+    token_hint: "The token that this storage node was started with.",
+    guide: "Documentation/recorder.md",
+    index: include_str!("../../web/index.html"),
+    assets: &[
+        Asset {
+            path: "/assets/app.js",
+            kind: SCRIPT,
+            content: include_str!("../../web/app.js"),
+        },
+        Asset {
+            path: "/assets/style.css",
+            kind: STYLE,
+            content: include_str!("../../web/style.css"),
+        },
+    ],
+};
 
 /// How the management works.
 #[derive(Clone)]
 pub struct WebOptions {
-    pub(super) token: String,
-    pub(super) login: Duration,
-    /// After so long, an address may fail to log in once more.
-    pub(super) interval: Duration,
+    pub(super) access: Access,
     pub(super) machine: Machine,
 }
 
 impl std::fmt::Debug for WebOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("WebOptions")
-            .field("login", &self.login)
+            .field("access", &self.access)
             .finish_non_exhaustive()
     }
 }
 
 impl WebOptions {
-    /// Returns options with the token that gives access, at least [`MIN_TOKEN`] bytes. A login lasts 12 hours.
+    /// Returns options with the token that gives access, at least [`MIN_TOKEN`](super::MIN_TOKEN) bytes. A login lasts 12 hours.
     pub fn new(token: impl Into<String>) -> Self {
         Self {
-            token: token.into(),
-            login: Duration::from_secs(12 * 60 * 60),
-            interval: Duration::from_secs(6),
+            access: Access::new(token),
             machine: Machine::default(),
         }
     }
@@ -56,7 +60,7 @@ impl WebOptions {
     /// Sets how long a login in the browser lasts.
     #[must_use]
     pub fn login_lasts(mut self, time: Duration) -> Self {
-        self.login = time;
+        self.access = self.access.login_lasts(time);
         self
     }
 
@@ -68,30 +72,42 @@ impl WebOptions {
     }
 }
 
+/// Serves the management of `node` to the clients that connect to `listener`, on a thread of its own.
+///
+/// # Errors
+///
+/// `InvalidInput` if the token has fewer than [`MIN_TOKEN`](super::MIN_TOKEN) bytes; the error of the system call if no thread
+/// or no runtime can be created.
+pub fn serve(node: Arc<Node>, listener: std::net::TcpListener, options: &WebOptions) -> std::io::Result<Server> {
+    let changed = Changed::default();
+    let notify = changed.clone();
+    let observer: Arc<Observer> = Arc::new(move || notify.notify());
+    node.observe(&observer);
+    let state = NodeState {
+        node: Arc::clone(&node),
+        started: Instant::now(),
+        _observer: observer,
+    };
+    let app = Arc::new(App {
+        node,
+        changes: Changes::default(),
+        machine: options.machine.clone(),
+        topology: Arc::default(),
+    });
+    let service = Service {
+        site: &SITE,
+        state: Arc::new(state),
+        changed,
+        api: api::routes(app),
+    };
+    p2pmem_web::serve(service, listener, &options.access)
+}
+
 /// What all requests share.
 pub(super) struct App {
     pub(super) node: Arc<Node>,
-    pub(super) auth: Auth,
-    pub(super) started: Instant,
-    pub(super) snapshots: Snapshots,
-    pub(super) streams: Arc<Semaphore>,
-    pub(super) changes: Arc<Semaphore>,
+    pub(super) changes: Changes,
     pub(super) machine: Machine,
     /// Locked while a topology is read.
     pub(super) topology: Arc<Mutex<()>>,
-}
-
-impl App {
-    pub(super) fn new(node: Arc<Node>, options: &WebOptions, snapshots: Snapshots) -> Arc<Self> {
-        Arc::new(Self {
-            node,
-            auth: Auth::new(&options.token, options.login, options.interval),
-            started: Instant::now(),
-            snapshots,
-            streams: Arc::new(Semaphore::new(MAX_STREAMS)),
-            changes: Arc::new(Semaphore::new(MAX_CHANGES)),
-            machine: options.machine.clone(),
-            topology: Arc::default(),
-        })
-    }
 }
