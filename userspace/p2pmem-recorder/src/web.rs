@@ -9,13 +9,15 @@
 mod api;
 mod app;
 mod error;
+mod service;
 mod state;
 mod topology;
 
 #[cfg(test)]
 mod tests;
 
-pub use app::{serve, WebOptions};
+pub use app::WebOptions;
 pub use p2pmem_web::token::MIN_TOKEN;
 pub use p2pmem_web::Server;
+pub use service::serve;
 pub use topology::Machine;
