@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::matrix::MatrixArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, Sizes};
 use crate::waiter::How;
@@ -42,6 +43,8 @@ pub enum Command {
     Serve(ServeArgs),
     /// Connect to a server, and measure.
     Run(RunArgs),
+    /// Measure every pair of memories by every mode, relative to the link.
+    Matrix(MatrixArgs),
     /// Compare two-sided calls with one-sided ones: latency, and processor time of client and server.
     Rpc(RpcArgs),
     /// Measure the time of memory registrations, without a server.
@@ -160,7 +163,7 @@ pub struct ServeArgs {
 }
 
 /// Options of the client.
-#[derive(Debug, Args)]
+#[derive(Debug, Clone, Args)]
 pub struct RunArgs {
     /// The server.
     pub host: String,
@@ -342,7 +345,8 @@ pub struct StaleRunArgs {
     pub seed: u64,
 }
 
-fn seconds(text: &str) -> Result<Duration, String> {
+/// Parses a time limit.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "specify a number of seconds".to_owned())?;
     match Duration::try_from_secs_f64(seconds) {
         Ok(limit) if limit >= Duration::from_millis(1) && limit <= Duration::from_secs(86400) => Ok(limit),

@@ -3,6 +3,7 @@
 //! `run`: connects to a server and measures.
 
 use std::cell::RefCell;
+use std::fmt;
 use std::io::{ErrorKind, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -114,6 +115,16 @@ pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     measured
 }
 
+/// The error of a server that does not accept connections.
+#[derive(Debug)]
+pub struct Unreachable(pub(crate) String);
+
+impl fmt::Display for Unreachable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
 /// Connects to the server. Repeats refused attempts until the limit ends: the server may start later.
 ///
 /// # Errors
@@ -145,9 +156,9 @@ fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Res
             .is_some_and(|error| error.kind() == ErrorKind::ConnectionRefused);
         if !refused || Instant::now() >= deadline {
             let error = last.map_or_else(|| anyhow::anyhow!("the host has no address"), anyhow::Error::new);
-            return Err(error).with_context(|| {
-                format!("cannot connect to {host}, port {port}, within {limit:?}: does `p2pmem-perf serve` run there?")
-            });
+            return Err(error).context(Unreachable(format!(
+                "cannot connect to {host}, port {port}, within {limit:?}: does `p2pmem-perf serve` run there?"
+            )));
         }
         thread::sleep(RETRY_DELAY);
     }

@@ -3,13 +3,14 @@
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
 //! [`client`] and [`server`] agree on a test over TCP ([`wire`]); [`client::measure`] runs one and reports to an
-//! [`observer`]. Each NIC's part of the test is a [`session`], with
+//! [`observer`]; [`matrix`] runs one for each pair of memories. Each NIC's part of the test is a [`session`], with
 //! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
 //! measures bandwidth and message rate. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
 
 pub mod cli;
 pub mod client;
+pub mod matrix;
 pub mod memory;
 pub mod observer;
 pub mod pattern;
@@ -65,6 +66,7 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),
         Command::Run(args) => client::run(args, cli.json, out),
+        Command::Matrix(args) => matrix::run(args, cli.json, out),
         Command::Rpc(args) => rpc::run(args, cli.json, out).map(|()| true),
         Command::StaleServe(args) => stale::serve(args).map(|()| true),
         Command::StaleRun(args) => stale::run(args, cli.json, out),

@@ -136,6 +136,17 @@ impl PeerMemory {
 }
 
 impl Mode {
+    /// Returns the name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Write => "write",
+            Self::Read => "read",
+            Self::Send => "send",
+            Self::WriteImmediate => "write-imm",
+            Self::Rpc => "rpc",
+        }
+    }
+
     /// Returns whether each message consumes a receive of the server, without a handshake.
     pub fn takes_receives(self) -> bool {
         matches!(self, Self::Send | Self::WriteImmediate | Self::Rpc)

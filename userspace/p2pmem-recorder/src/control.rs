@@ -36,8 +36,9 @@ use rustix::net::{recv, sockopt, RecvFlags};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+pub use p2pmem_web::token::TokenError;
 use token::Side;
-pub use token::{Token, TokenError};
+pub use token::Token;
 
 use crate::status::{Lun, Recording};
 use crate::store::ChannelName;

@@ -1,161 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 // The page of a storage node: shows the state that the server sends each second, and sends changes to /api.
 
-/* global uPlot */
-
-const get = (id) => document.getElementById(id);
+import {
+  announce, Chart, confirmed, connect, countText, durationText, figure, get, isListed, make, newId, newMessage,
+  onSubmit, partText, plural, rateText, send, setClass, setHidden, setText, showList, showMessage, sizeText, swatch,
+  timeText,
+} from "/assets/common.js";
 
 /** The latest state of the node. */
 let current;
 
-// --- elements ---------------------------------------------------------------------------------------------------------
-
-/** Returns a new element with attributes, listeners (onclick: function), and children (elements and text). */
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") element.addEventListener(name.slice(2), value);
-    else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== undefined) element.setAttribute(name, value);
-  }
-  element.append(...children);
-  return element;
-}
-
-/** Sets the text of an element if it differs, so that screen readers and selections are left alone. */
-function setText(element, text) {
-  if (element.textContent !== String(text)) element.textContent = text;
-}
-
-function setHidden(element, hidden) {
-  if (element.hidden !== hidden) element.hidden = hidden;
-}
-
-function setClass(element, name, present) {
-  element.classList.toggle(name, present);
-}
-
-const lists = new WeakMap();
-
-/**
- * Makes the children of `parent` those of `items`. An item keeps its element as long as its key exists, so that the focus and
- * what was typed stay. `create` returns {element, update}.
- */
-function showList(parent, items, key, create) {
-  const before = lists.get(parent) ?? new Map();
-  const after = new Map(items.map((item) => [String(key(item)), item]));
-  for (const [name, entry] of before) {
-    if (!after.has(name)) {
-      entry.element.remove();
-      before.delete(name);
-    }
-  }
-  let last = null;
-  for (const [name, item] of after) {
-    if (!before.has(name)) before.set(name, create(item));
-    const { element, update } = before.get(name);
-    update(item);
-    const place = last ? last.nextSibling : parent.firstChild;
-    if (element !== place) parent.insertBefore(element, place);
-    last = element;
-  }
-  lists.set(parent, before);
-}
-
-let nextId = 0;
-const newId = (prefix) => `${prefix}-${nextId++}`;
-
-// --- numbers ----------------------------------------------------------------------------------------------------------
-
-/** Returns a size with a unit, such as "1.5 GiB". */
-function sizeText(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-  let unit = 0;
-  let value = bytes;
-  while (value >= 1024 && unit + 1 < units.length) {
-    value /= 1024;
-    unit += 1;
-  }
-  const digits = unit > 0 && value < 100 && value % 1 !== 0 ? 1 : 0;
-  return `${Number(value.toFixed(digits)).toLocaleString("en")} ${units[unit]}`;
-}
-
-/** Returns a part of a size, such as "2.5 of 3.5 TiB". */
-function partText(part, whole) {
-  const [[number, unit], text] = [sizeText(part).split(" "), sizeText(whole)];
-  return text.endsWith(` ${unit}`) ? `${number} of ${text}` : `${number} ${unit} of ${text}`;
-}
-
-/** Returns bytes per second as MB/s, such as "1,450" or "9.5". */
-function rateText(rate) {
-  if (rate === undefined) return "–";
-  const value = rate / 1e6;
-  const digits = value > 0 && value < 100 ? 1 : 0;
-  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
-}
-
-const countText = (count) => count.toLocaleString("en");
-const plural = (count, one, many) => `${countText(count)} ${count === 1 ? one : many}`;
-
-function timeText(seconds) {
-  return new Date(seconds * 1000).toISOString().slice(0, 19).replace("T", " ");
-}
-
-function durationText(seconds) {
-  const [days, hours, minutes] = [Math.floor(seconds / 86400), Math.floor(seconds / 3600) % 24, Math.floor(seconds / 60) % 60];
-  if (days > 0) return `${days} d ${hours} h`;
-  if (hours > 0) return `${hours} h ${minutes} min`;
-  return minutes > 0 ? `${minutes} min` : `${seconds} s`;
-}
-
 // --- changes ----------------------------------------------------------------------------------------------------------
-
-/** Sends a request. Fails with the reason that the server gives. */
-async function send(method, path, body) {
-  const options = { method, headers: {} };
-  if (body !== undefined) {
-    options.headers["Content-Type"] = "application/json";
-    options.body = JSON.stringify(body);
-  }
-  let response;
-  try {
-    response = await fetch(`/api${path}`, options);
-  } catch {
-    throw new Error("the storage node does not answer; check the network, and try again");
-  }
-  if (response.status === 401) location.assign("/login");
-  if (!response.ok) {
-    const answer = await response.json().catch(() => ({}));
-    throw new Error(answer.error ?? `the storage node answered ${response.status} ${response.statusText}`);
-  }
-}
-
-function announce(text) {
-  get("announcement").textContent = text;
-}
-
-function showMessage(element, text) {
-  element.textContent = text ?? "";
-  element.hidden = !text;
-}
-
-/** Asks in a dialog. Returns whether the answer was yes. */
-function confirmed(title, text, yes) {
-  const dialog = get("confirm");
-  get("confirm-title").textContent = title;
-  get("confirm-text").textContent = text;
-  get("confirm-yes").textContent = yes;
-  dialog.returnValue = "";
-  dialog.showModal();
-  return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
-  });
-}
-
-get("confirm-no").addEventListener("click", () => get("confirm").close(""));
-get("confirm-yes").addEventListener("click", () => get("confirm").close("yes"));
-
-const newMessage = () => make("p", { class: "message", role: "alert", hidden: true });
 
 /**
  * Asks, deletes, and moves the focus to `heading`, because the button is gone. The reason of a failure is in `message`, which
@@ -171,26 +26,6 @@ async function remove(what, path, consequence, heading, message) {
   } catch (error) {
     showMessage(message, `Cannot delete ${what}: ${error.message}`);
   }
-}
-
-/** Sends the body of a form, which `read` returns, and shows the reason of a failure in the form. */
-function onSubmit(form, read, done) {
-  const message = form.querySelector(".message");
-  form.addEventListener("submit", async (event) => {
-    event.preventDefault();
-    const button = form.querySelector("button[type=submit]");
-    button.disabled = true;
-    try {
-      const { path, body } = read(form);
-      await send("POST", path, body);
-      showMessage(message);
-      done(body);
-    } catch (error) {
-      showMessage(message, error.message);
-    } finally {
-      button.disabled = false;
-    }
-  });
 }
 
 const part = encodeURIComponent;
@@ -253,91 +88,8 @@ function sample(state) {
   driveChart.show(rates.history, "drives", ["write", "read"]);
 }
 
-const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const seriesColor = (index) => `--series-${(index % 6) + 1}`;
-
-/** A chart with a solid and a dashed line for each device. */
-class Chart {
-  constructor(element, label) {
-    this.element = element;
-    this.label = label;
-    this.names = [];
-    this.plot = undefined;
-    this.drawn = undefined;
-    this.data = undefined;
-    element.setAttribute("aria-label", label);
-    new ResizeObserver(() => {
-      if (this.plot) this.plot.setSize(this.size());
-    }).observe(element);
-    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
-  }
-
-  size() {
-    return { width: Math.max(this.element.clientWidth, 120), height: 190 };
-  }
-
-  /** Returns the number of the device in the chart, which gives its color. */
-  index(name) {
-    if (!this.names.includes(name)) this.names.push(name);
-    return this.names.indexOf(name);
-  }
-
-  show(history, kind, directions) {
-    for (const name of history.flatMap((entry) => [...entry[kind].keys()])) this.index(name);
-    const now = history[history.length - 1].time;
-    const lines = this.names.flatMap((name) =>
-      directions.map((direction) => history.map((entry) => {
-        const value = entry[kind].get(name)?.[direction];
-        return value === undefined ? null : value / 1e6;
-      })),
-    );
-    this.data = [history.map((entry) => entry.time - now), ...lines];
-    if (this.drawn !== this.names.length) this.draw();
-    else this.plot.setData(this.data);
-    const latest = [...history[history.length - 1][kind]].map(([name, entry]) =>
-      `${name} ${directions.map((direction) => `${direction} ${rateText(entry[direction] ?? 0)}`).join(", ")}`,
-    );
-    this.element.setAttribute("aria-label", `${this.label}; now: ${latest.join("; ") || "none"}`);
-  }
-
-  draw() {
-    if (!this.data) return;
-    this.plot?.destroy();
-    const axis = {
-      stroke: cssColor("--quiet"),
-      grid: { stroke: cssColor("--line"), width: 1 },
-      ticks: { stroke: cssColor("--line"), width: 1 },
-    };
-    const lines = this.names.flatMap((name, index) => [undefined, [6, 4]].map((dash) => (
-      { label: name, stroke: cssColor(seriesColor(index)), width: 2, dash, points: { show: false } }
-    )));
-    const options = {
-      ...this.size(),
-      legend: { show: false },
-      cursor: { show: false },
-      scales: {
-        x: { time: false, range: [-WINDOW, 0] },
-        y: { range: (plot, low, high) => [0, Math.max(1, (high ?? 0) * 1.1)] },
-      },
-      axes: [
-        { ...axis, values: (plot, values) => values.map((value) => (value === 0 ? "now" : `−${-value} s`)) },
-        { ...axis, size: 56, values: (plot, values) => values.map((value) => value.toLocaleString("en")) },
-      ],
-      series: [{}, ...lines],
-    };
-    this.plot = new uPlot(options, this.data, this.element);
-    this.drawn = this.names.length;
-  }
-}
-
-const portChart = new Chart(get("port-chart"), "Rate of each port in MB/s over the last two minutes");
-const driveChart = new Chart(get("drive-chart"), "Rate of each drive in MB/s over the last two minutes");
-
-function swatch(chart, name) {
-  const element = make("span", { class: "series", "aria-hidden": "true" });
-  element.style.background = `var(${seriesColor(chart.index(name))})`;
-  return element;
-}
+const portChart = new Chart(get("port-chart"), "Rate of each port in MB/s over the last two minutes", WINDOW);
+const driveChart = new Chart(get("drive-chart"), "Rate of each drive in MB/s over the last two minutes", WINDOW);
 
 function showPorts(state) {
   const ports = [...new Set(state.sessions.map((session) => session.nic))].sort();
@@ -398,11 +150,6 @@ function limitText(session, state) {
   }
   if (session.limit === "rate") return "The rate is the one that the accelerator node requested.";
   return records ? "The accelerator node limits the rate: buffers are free." : "The accelerator node limits the rate: blocks are ready for it.";
-}
-
-function figure(name, ...content) {
-  const value = make("dd", {}, ...content);
-  return { element: make("div", {}, make("dt", {}, name), value), value };
 }
 
 /** Shows which drives failed while the session used them. */
@@ -754,7 +501,7 @@ function showProblems(state) {
       .map((session) => ({ text: `Session ${session.id}, ${sessionTitle(session)}: ${session.error}` })),
   ];
   const list = get("problem-list");
-  const fresh = problems.map(({ text }) => text).filter((text) => !lists.get(list)?.has(text));
+  const fresh = problems.map(({ text }) => text).filter((text) => !isListed(list, text));
   if (fresh.length > 0) announce(`Problem: ${fresh.join("; ")}`);
   // The reason of a refusal is about the problems that were shown then.
   if (fresh.length > 0 || problems.length === 0) showMessage(get("problem-message"));
@@ -863,25 +610,4 @@ function show(state) {
   showTopology(state);
 }
 
-function showConnection(text, bad) {
-  setText(get("connection"), text);
-  setClass(get("connection"), "bad", bad);
-}
-
-/** Receives events. The browser connects again by itself, except after an answer that is no stream of events. */
-function connect() {
-  const events = new EventSource("/api/events");
-  events.addEventListener("status", (event) => {
-    showConnection("Live", false);
-    show(JSON.parse(event.data));
-  });
-  events.addEventListener("error", async () => {
-    showConnection("Connection lost, trying again", true);
-    if (events.readyState !== EventSource.CLOSED) return;
-    const answer = await fetch("/api/status").catch(() => undefined);
-    if (answer?.status === 401) location.assign("/login");
-    else setTimeout(connect, 5000);
-  });
-}
-
-connect();
+connect(show);

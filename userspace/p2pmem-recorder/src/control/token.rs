@@ -3,42 +3,15 @@
 //! The token that both sides have, and the proof of it.
 
 use std::fmt;
-use std::fs;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use hmac::{Hmac, Mac};
+use p2pmem_web::token::{self, TokenError};
 use sha2::Sha256;
 
-/// The fewest characters of a token.
-const MIN_LENGTH: usize = 16;
-/// The most bytes of a file with a token.
-const MAX_LENGTH: u64 = 4096;
 /// Bytes of a challenge.
 const NONCE: usize = 32;
-
-/// Why a token cannot be used.
-#[derive(Debug, thiserror::Error)]
-pub enum TokenError {
-    /// The file cannot be read.
-    #[error("cannot read the token in {}: {error}", path.display())]
-    Read {
-        /// The file.
-        path: PathBuf,
-        /// The error.
-        error: io::Error,
-    },
-    /// Others can read the file.
-    #[error("other users can read the token in {}; run `chmod 600` on it", path.display())]
-    Readable {
-        /// The file.
-        path: PathBuf,
-    },
-    /// The token is too short.
-    #[error("a token has at least {MIN_LENGTH} characters; `openssl rand -hex 32` makes one")]
-    TooShort,
-}
 
 /// The side that proves that it has the token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,11 +39,7 @@ impl Token {
     ///
     /// [`TokenError::TooShort`].
     pub fn new(token: &str) -> Result<Self, TokenError> {
-        let token = token.trim();
-        if token.len() < MIN_LENGTH {
-            return Err(TokenError::TooShort);
-        }
-        Ok(Self(token.to_owned()))
+        token::check(token).map(|token| Self(token.to_owned()))
     }
 
     /// Returns the token.
@@ -85,18 +54,7 @@ impl Token {
     ///
     /// [`TokenError`].
     pub fn read(path: &Path) -> Result<Self, TokenError> {
-        let read = |error| TokenError::Read {
-            path: path.to_owned(),
-            error,
-        };
-        let metadata = fs::metadata(path).map_err(read)?;
-        if metadata.permissions().mode() & 0o007 != 0 {
-            return Err(TokenError::Readable { path: path.to_owned() });
-        }
-        if metadata.len() > MAX_LENGTH {
-            return Err(read(io::Error::other("the file is too long")));
-        }
-        Self::new(&fs::read_to_string(path).map_err(read)?)
+        token::read(path).map(Self)
     }
 
     /// Returns a random challenge.
@@ -159,14 +117,9 @@ mod tests {
     #[test]
     fn a_token_is_long_and_secret() {
         assert!(matches!(Token::new("short"), Err(TokenError::TooShort)));
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("token");
-        assert!(matches!(Token::read(&path), Err(TokenError::Read { .. })));
-        fs::write(&path, "0123456789abcdef\n").unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(matches!(Token::read(&path), Err(TokenError::Readable { .. })));
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
-        let token = Token::read(&path).unwrap();
+        let missing = Token::read(Path::new("/nonexistent/token"));
+        assert!(matches!(missing, Err(TokenError::Read { .. })));
+        let token = Token::new("0123456789abcdef").unwrap();
         assert_eq!(format!("{token:?}"), "Token");
     }
 }

@@ -5,32 +5,26 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use axum::body::Bytes;
-use axum::extract::{FromRequest, FromRequestParts, Path, Request, State};
+use axum::extract::State;
 use axum::http::header::CONTENT_TYPE;
-use axum::http::request::Parts;
 use axum::http::StatusCode;
-use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use axum::Router;
-use serde::de::DeserializeOwned;
+use p2pmem_web::{ApiError, Json, PathParts};
 use serde::Deserialize;
-use tokio::sync::{oneshot, OwnedSemaphorePermit};
+use tokio::sync::oneshot;
 
 use super::app::App;
-use super::error::ApiError;
-use super::{events, guard, topology};
+use super::topology;
 use crate::node::Node;
 use crate::store::{self, ChannelName, LunOptions, StreamOptions};
 
 type Answer = Result<Response, ApiError>;
 
-pub(super) fn routes(app: &Arc<App>) -> Router<Arc<App>> {
+pub(super) fn routes(app: Arc<App>) -> Router {
     let recording = "/luns/{lun}/streams/{stream}/channels/{channel}/recordings/{recording}";
     Router::new()
-        .route("/status", get(events::status))
-        .route("/events", get(events::events))
         .route("/luns", post(create_lun))
         .route("/luns/{lun}", delete(delete_lun))
         .route("/luns/{lun}/streams", post(create_stream))
@@ -39,86 +33,14 @@ pub(super) fn routes(app: &Arc<App>) -> Router<Arc<App>> {
         .route("/sessions/{session}/stop", post(stop_session))
         .route("/drives/{drive}/errors/{session}", delete(acknowledge_error))
         .route("/topology", get(topology))
-        .fallback(unknown)
-        .method_not_allowed_fallback(wrong_method)
-        .layer(from_fn_with_state(Arc::clone(app), guard::require_login))
-}
-
-async fn unknown() -> ApiError {
-    ApiError::new(
-        StatusCode::NOT_FOUND,
-        "there is no such path; see the table in Documentation/recorder.md",
-    )
-}
-
-async fn wrong_method() -> ApiError {
-    ApiError::new(
-        StatusCode::METHOD_NOT_ALLOWED,
-        "the path does not have this method; see the table in Documentation/recorder.md",
-    )
-}
-
-/// The body of a request, as JSON.
-struct Json<T>(T);
-
-impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Json<T> {
-    type Rejection = ApiError;
-
-    async fn from_request(request: Request, state: &S) -> Result<Self, ApiError> {
-        let kind = request
-            .headers()
-            .get(CONTENT_TYPE)
-            .and_then(|value| value.to_str().ok());
-        let kind = kind.and_then(|value| value.split(';').next()).map(str::trim);
-        if kind.is_none_or(|kind| !kind.eq_ignore_ascii_case("application/json")) {
-            return Err(ApiError::new(
-                StatusCode::UNSUPPORTED_MEDIA_TYPE,
-                "the body of the request is no JSON; send the header Content-Type: application/json",
-            ));
-        }
-        let invalid = |error: &dyn std::fmt::Display| {
-            ApiError::new(
-                StatusCode::BAD_REQUEST,
-                format!("the body of the request is not valid: {error}"),
-            )
-        };
-        let bytes = Bytes::from_request(request, state)
-            .await
-            .map_err(|error| invalid(&error))?;
-        serde_json::from_slice(&bytes)
-            .map(Json)
-            .map_err(|error| invalid(&error))
-    }
-}
-
-/// The parts of the path.
-struct Named<T>(T);
-
-impl<T: DeserializeOwned + Send, S: Send + Sync> FromRequestParts<S> for Named<T> {
-    type Rejection = ApiError;
-
-    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
-        let path = Path::<T>::from_request_parts(parts, state).await;
-        path.map(|Path(parts)| Self(parts))
-            .map_err(|error| ApiError::new(StatusCode::BAD_REQUEST, format!("the path is not valid: {error}")))
-    }
+        .with_state(app)
 }
 
 impl App {
-    /// Returns permission for a change, which occupies a thread.
-    fn change_permit(&self) -> Result<OwnedSemaphorePermit, ApiError> {
-        let permit = Arc::clone(&self.changes).try_acquire_owned();
-        permit.map_err(|_| ApiError::busy("too many changes are in progress; try again when one is complete"))
-    }
-
     /// Runs a change on a thread that may block.
     async fn change(&self, change: impl FnOnce(&Node) -> store::Result<()> + Send + 'static) -> Result<(), ApiError> {
-        let (permit, node) = (self.change_permit()?, Arc::clone(&self.node));
-        let task = tokio::task::spawn_blocking(move || {
-            let _permit = permit;
-            change(&node)
-        });
-        Ok(task.await.map_err(ApiError::internal)??)
+        let node = Arc::clone(&self.node);
+        self.changes.run(move || change(&node)).await
     }
 }
 
@@ -134,7 +56,7 @@ struct NewLun {
 
 /// Begins to create a LUN, and answers when all is valid and writing begins. The state has the progress.
 async fn create_lun(State(app): State<Arc<App>>, Json(lun): Json<NewLun>) -> Answer {
-    let (permit, node) = (app.change_permit()?, Arc::clone(&app.node));
+    let (permit, node) = (app.changes.permit()?, Arc::clone(&app.node));
     let (begun, has_begun) = oneshot::channel();
     let task = tokio::task::spawn_blocking(move || {
         let _permit = permit;
@@ -151,7 +73,7 @@ async fn create_lun(State(app): State<Arc<App>>, Json(lun): Json<NewLun>) -> Ans
     Ok(StatusCode::ACCEPTED.into_response())
 }
 
-async fn delete_lun(State(app): State<Arc<App>>, Named(lun): Named<String>) -> Answer {
+async fn delete_lun(State(app): State<Arc<App>>, PathParts(lun): PathParts<String>) -> Answer {
     app.change(move |node| node.delete_lun(&lun)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
@@ -167,7 +89,7 @@ struct NewStream {
 
 async fn create_stream(
     State(app): State<Arc<App>>,
-    Named(lun): Named<String>,
+    PathParts(lun): PathParts<String>,
     Json(stream): Json<NewStream>,
 ) -> Answer {
     let options = StreamOptions::new(stream.block_size).channels(stream.channels);
@@ -176,14 +98,14 @@ async fn create_stream(
     Ok(StatusCode::CREATED.into_response())
 }
 
-async fn delete_stream(State(app): State<Arc<App>>, Named((lun, stream)): Named<(String, String)>) -> Answer {
+async fn delete_stream(State(app): State<Arc<App>>, PathParts((lun, stream)): PathParts<(String, String)>) -> Answer {
     app.change(move |node| node.delete_stream(&lun, &stream)).await?;
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
 async fn delete_recording(
     State(app): State<Arc<App>>,
-    Named((lun, stream, channel, recording)): Named<(String, String, u32, u64)>,
+    PathParts((lun, stream, channel, recording)): PathParts<(String, String, u32, u64)>,
 ) -> Answer {
     let channel = ChannelName::new(&lun, &stream, channel);
     app.change(move |node| node.delete_recording(&channel, recording))
@@ -191,7 +113,7 @@ async fn delete_recording(
     Ok(StatusCode::NO_CONTENT.into_response())
 }
 
-async fn stop_session(State(app): State<Arc<App>>, Named(session): Named<u64>) -> Answer {
+async fn stop_session(State(app): State<Arc<App>>, PathParts(session): PathParts<u64>) -> Answer {
     if app.node.stop_session(session) {
         Ok(StatusCode::NO_CONTENT.into_response())
     } else {
@@ -203,7 +125,10 @@ async fn stop_session(State(app): State<Arc<App>>, Named(session): Named<u64>) -
 }
 
 /// Removes the error of a session with a drive from the state, because a person knows it.
-async fn acknowledge_error(State(app): State<Arc<App>>, Named((drive, session)): Named<(usize, u64)>) -> Answer {
+async fn acknowledge_error(
+    State(app): State<Arc<App>>,
+    PathParts((drive, session)): PathParts<(usize, u64)>,
+) -> Answer {
     if app.node.acknowledge_drive_error(drive, session) {
         Ok(StatusCode::NO_CONTENT.into_response())
     } else {

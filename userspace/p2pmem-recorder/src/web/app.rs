@@ -1,54 +1,36 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What all requests share, and their limits.
+//! The options of the management, and what all requests share.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use tokio::sync::{watch, Mutex, Semaphore};
+use p2pmem_web::{Access, Changes};
+use tokio::sync::Mutex;
 
-use super::auth::Auth;
 use super::topology::Machine;
 use crate::node::Node;
-
-/// The latest state as JSON.
-pub(super) type Snapshots = watch::Receiver<Arc<str>>;
-
-/// The shortest token, in bytes.
-pub const MIN_TOKEN: usize = 16;
-
-/// Bytes of the body of a request.
-pub(super) const MAX_BODY: usize = 16 << 10;
-/// Event streams at the same time.
-pub(super) const MAX_STREAMS: usize = 32;
-/// Changes at the same time. Each occupies a thread, see `BLOCKING_THREADS` of the server.
-pub(super) const MAX_CHANGES: usize = 4;
 
 /// How the management works.
 #[derive(Clone)]
 pub struct WebOptions {
-    pub(super) token: String,
-    pub(super) login: Duration,
-    /// After so long, an address may fail to log in once more.
-    pub(super) interval: Duration,
+    pub(super) access: Access,
     pub(super) machine: Machine,
 }
 
 impl std::fmt::Debug for WebOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("WebOptions")
-            .field("login", &self.login)
+            .field("access", &self.access)
             .finish_non_exhaustive()
     }
 }
 
 impl WebOptions {
-    /// Returns options with the token that gives access, at least [`MIN_TOKEN`] bytes. A login lasts 12 hours.
+    /// Returns options with the token that gives access, at least [`MIN_TOKEN`](super::MIN_TOKEN) bytes. A login lasts 12 hours.
     pub fn new(token: impl Into<String>) -> Self {
         Self {
-            token: token.into(),
-            login: Duration::from_secs(12 * 60 * 60),
-            interval: Duration::from_secs(6),
+            access: Access::new(token),
             machine: Machine::default(),
         }
     }
@@ -56,7 +38,7 @@ impl WebOptions {
     /// Sets how long a login in the browser lasts.
     #[must_use]
     pub fn login_lasts(mut self, time: Duration) -> Self {
-        self.login = time;
+        self.access = self.access.login_lasts(time);
         self
     }
 
@@ -71,27 +53,8 @@ impl WebOptions {
 /// What all requests share.
 pub(super) struct App {
     pub(super) node: Arc<Node>,
-    pub(super) auth: Auth,
-    pub(super) started: Instant,
-    pub(super) snapshots: Snapshots,
-    pub(super) streams: Arc<Semaphore>,
-    pub(super) changes: Arc<Semaphore>,
+    pub(super) changes: Changes,
     pub(super) machine: Machine,
     /// Locked while a topology is read.
     pub(super) topology: Arc<Mutex<()>>,
-}
-
-impl App {
-    pub(super) fn new(node: Arc<Node>, options: &WebOptions, snapshots: Snapshots) -> Arc<Self> {
-        Arc::new(Self {
-            node,
-            auth: Auth::new(&options.token, options.login, options.interval),
-            started: Instant::now(),
-            snapshots,
-            streams: Arc::new(Semaphore::new(MAX_STREAMS)),
-            changes: Arc::new(Semaphore::new(MAX_CHANGES)),
-            machine: options.machine.clone(),
-            topology: Arc::default(),
-        })
-    }
 }

@@ -7,7 +7,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::{mpsc, Arc};
 use std::time::Duration;
 
-use super::app::{MAX_BODY, MAX_STREAMS};
+use p2pmem_web::{Access, ApiError, MAX_BODY, MAX_STREAMS};
+
 use super::{serve, Server, WebOptions};
 use crate::node::{Node, NodeOptions, SessionOptions};
 use crate::status::{Direction, Limit};
@@ -251,7 +252,7 @@ fn every_path_of_the_interface_needs_a_login() {
 #[test]
 fn failed_attempts_are_limited_and_logins_stay() {
     let options = WebOptions {
-        interval: Duration::from_secs(3600),
+        access: Access::new(TOKEN).attempts_every(Duration::from_secs(3600)),
         ..WebOptions::new(TOKEN)
     };
     let bed = Bed::with(&options);
@@ -415,15 +416,15 @@ fn a_full_drive_is_insufficient_storage() {
         path: "/mnt/a".into(),
         source: std::io::Error::from_raw_os_error(28),
     };
-    assert_eq!(super::error::ApiError::from(full).status, 507);
+    assert_eq!(ApiError::from(full).status, 507);
     let full = store::Error::Full { lun: "fast".into() };
-    assert_eq!(super::error::ApiError::from(full).status, 507);
+    assert_eq!(ApiError::from(full).status, 507);
     let broken = store::Error::Io {
         what: "creating",
         path: "/mnt/a".into(),
         source: std::io::Error::from_raw_os_error(5),
     };
-    let error = super::error::ApiError::from(broken);
+    let error = ApiError::from(broken);
     assert_eq!(error.status, 500);
     assert!(error.message.contains("check the drive"));
 }
@@ -576,6 +577,7 @@ fn all_answers_have_the_headers_that_protect() {
         "/",
         "/login",
         "/assets/app.js",
+        "/assets/common.js",
         "/assets/uplot.js",
         "/api/status",
         "/api/unknown",

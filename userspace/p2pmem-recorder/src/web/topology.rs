@@ -10,9 +10,9 @@ use p2pmem::inventory::Inventory;
 use p2pmem::{devices_in, Device, PciDevice};
 use p2pmem_drawing::tree::Node as TreeNode;
 use p2pmem_drawing::{Drawing, Scene, Transfer};
+use p2pmem_web::ApiError;
 use serde::Serialize;
 
-use super::error::ApiError;
 use crate::node::Node;
 use crate::status::{Direction, Session};
 

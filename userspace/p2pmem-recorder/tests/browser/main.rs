@@ -2,11 +2,11 @@
 
 //! Tests of the pages in headless Chromium: each test has its own storage node, browser, and server.
 
+#[path = "../../../p2pmem-web/tests/harness/browser.rs"]
 mod browser;
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -834,19 +834,23 @@ async fn pictures_show_a_node_that_works() {
             "document.querySelector('[aria-labelledby=topology-title]')",
         );
         if width > 600 {
-            browser.picture_between(name, top, below).await;
-            browser.picture(&format!("topology-{name}"), below).await;
+            browser.picture_between(&format!("recorder-{name}"), top, below).await;
+            browser.picture(&format!("recorder-topology-{name}"), below).await;
             browser
                 .picture(
-                    &format!("luns-{name}"),
+                    &format!("recorder-luns-{name}"),
                     "document.querySelector('[aria-labelledby=luns-title]')",
                 )
                 .await;
         } else {
             browser
-                .picture_between(name, top, "document.querySelector('[aria-labelledby=rates-title]')")
+                .picture_between(
+                    &format!("recorder-{name}"),
+                    top,
+                    "document.querySelector('[aria-labelledby=rates-title]')",
+                )
                 .await;
-            browser.picture(&format!("topology-{name}"), below).await;
+            browser.picture(&format!("recorder-topology-{name}"), below).await;
         }
     }
     ends.store(true, Ordering::Relaxed);
@@ -880,31 +884,4 @@ async fn focus_is_visible_on_every_control() {
     }
     assert!(seen >= 12, "{seen} controls");
     browser.close().await;
-}
-
-/// Returns the source of axe-core, which npm installs by `web/package-lock.json`.
-fn axe() -> String {
-    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("web");
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("axe");
-    let script = folder.join("node_modules/axe-core/axe.min.js");
-    std::fs::create_dir_all(&folder).unwrap();
-    // Tests run at the same time, and other processes too.
-    let lock = std::fs::File::create(folder.join("lock")).unwrap();
-    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
-    let read = |folder: &PathBuf| std::fs::read(folder.join("package-lock.json")).unwrap_or_default();
-    if read(&folder) != read(&source) || !script.exists() {
-        std::fs::copy(source.join("package.json"), folder.join("package.json")).unwrap();
-        let locked = folder.join("package-lock.json");
-        std::fs::copy(source.join("package-lock.json"), &locked).unwrap();
-        let output = Command::new("npm")
-            .args(["ci", "--ignore-scripts", "--prefer-offline", "--no-audit", "--no-fund"])
-            .current_dir(&folder)
-            .output()
-            .expect("npm is missing (Debian: apt-get install npm)");
-        if !output.status.success() {
-            std::fs::remove_file(&locked).unwrap();
-            panic!("npm failed: {}", String::from_utf8_lossy(&output.stderr));
-        }
-    }
-    std::fs::read_to_string(script).unwrap()
 }

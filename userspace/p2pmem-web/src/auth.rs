@@ -10,8 +10,6 @@ use std::time::{Duration, Instant};
 use rustix::rand::{getrandom, GetRandomFlags};
 use subtle::ConstantTimeEq;
 
-/// The name of the cookie.
-pub(super) const COOKIE: &str = "p2pmem-recorder-login";
 /// Logins in the browser at the same time. A further login ends the one that expires first.
 const MAX_LOGINS: usize = 64;
 /// Failed attempts of an address that need no wait.
@@ -21,7 +19,7 @@ const MAX_ADDRESSES: usize = 1024;
 
 /// Why an attempt was refused.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// The token is wrong.
     Wrong,
     /// Too many attempts failed. The next one is possible after this time.
@@ -32,14 +30,14 @@ pub(super) enum Refusal {
 
 /// How a request was authorized.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Login {
+pub(crate) enum Login {
     /// By the token in the request.
     Token,
     /// By the cookie with this value.
     Cookie(String),
 }
 
-pub(super) struct Auth {
+pub(crate) struct Auth {
     token: Vec<u8>,
     lasts: Duration,
     /// After so long, an address has one attempt more.
@@ -62,7 +60,7 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 impl Auth {
-    pub(super) fn new(token: &str, lasts: Duration, interval: Duration) -> Self {
+    pub(crate) fn new(token: &str, lasts: Duration, interval: Duration) -> Self {
         Self {
             token: token.as_bytes().to_vec(),
             lasts,
@@ -73,7 +71,7 @@ impl Auth {
     }
 
     /// Checks the token that a client at `address` sent.
-    pub(super) fn check(&self, address: IpAddr, token: &str, now: Instant) -> Result<(), Refusal> {
+    pub(crate) fn check(&self, address: IpAddr, token: &str, now: Instant) -> Result<(), Refusal> {
         let address = network(address);
         let mut failures = locked(&self.failures);
         let last = self.interval * (ATTEMPTS - 1);
@@ -100,7 +98,7 @@ impl Auth {
     }
 
     /// Logs a browser in. Returns the value of the cookie.
-    pub(super) fn log_in(&self, address: IpAddr, token: &str, now: Instant) -> Result<String, Refusal> {
+    pub(crate) fn log_in(&self, address: IpAddr, token: &str, now: Instant) -> Result<String, Refusal> {
         self.check(address, token, now)?;
         let mut random = [0; 32];
         match getrandom(&mut random, GetRandomFlags::empty()) {
@@ -122,12 +120,12 @@ impl Auth {
     }
 
     /// Ends a login.
-    pub(super) fn log_out(&self, value: &str) {
+    pub(crate) fn log_out(&self, value: &str) {
         locked(&self.logins).remove(value);
     }
 
     /// Whether a login is valid.
-    pub(super) fn is_valid(&self, login: &Login, now: Instant) -> bool {
+    pub(crate) fn is_valid(&self, login: &Login, now: Instant) -> bool {
         match login {
             Login::Token => true,
             Login::Cookie(value) => locked(&self.logins).get(value).is_some_and(|expires| *expires > now),
@@ -135,17 +133,17 @@ impl Auth {
     }
 
     /// Returns how long a login lasts.
-    pub(super) fn lasts(&self) -> Duration {
+    pub(crate) fn lasts(&self) -> Duration {
         self.lasts
     }
 }
 
-/// Returns the value of the cookie in a `Cookie` header.
-pub(super) fn cookie(header: &str) -> Option<&str> {
+/// Returns the value of the cookie `wanted` in a `Cookie` header.
+pub(crate) fn cookie<'a>(header: &'a str, wanted: &str) -> Option<&'a str> {
     header
         .split(';')
         .filter_map(|pair| pair.trim().split_once('='))
-        .find(|(name, _)| *name == COOKIE)
+        .find(|(name, _)| *name == wanted)
         .map(|(_, value)| value)
 }
 
@@ -253,8 +251,8 @@ mod tests {
 
     #[test]
     fn the_cookie_is_found_between_others() {
-        assert_eq!(cookie("a=1; p2pmem-recorder-login=xyz; b=2"), Some("xyz"));
-        assert_eq!(cookie("xp2pmem-recorder-login=xyz"), None);
-        assert_eq!(cookie(""), None);
+        assert_eq!(cookie("a=1; login=xyz; b=2", "login"), Some("xyz"));
+        assert_eq!(cookie("xlogin=xyz", "login"), None);
+        assert_eq!(cookie("", "login"), None);
     }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The pages, their scripts and styles, which are in the program, and the login.
+//! The page of the program, the login, and the files that pages load. All of them are in the program.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,48 +13,57 @@ use axum::routing::{get, post};
 use axum::Router;
 use serde::Deserialize;
 
-use super::app::App;
-use super::auth::COOKIE;
-use super::error::{seconds, ApiError};
-use super::guard::{authorize, cookie_of, Peer};
+use crate::error::{seconds, ApiError};
+use crate::guard::{authorize, cookie_of, Peer};
+use crate::site::{App, Asset, Site, SCRIPT, STYLE};
 
-const INDEX: &str = include_str!("../../web/index.html");
-const LOGIN: &str = include_str!("../../web/login.html");
+const LOGIN: &str = include_str!("../web/login.html");
 /// Where the page of the login has the reason of a failure.
 const MESSAGE: &str = "<!-- message -->";
 
 const HTML: &str = "text/html; charset=utf-8";
-const SCRIPT: &str = "text/javascript; charset=utf-8";
-const STYLE: &str = "text/css; charset=utf-8";
 
-/// The files that the pages load: path, type, and content.
-const ASSETS: [(&str, &str, &str); 6] = [
-    ("/assets/app.js", SCRIPT, include_str!("../../web/app.js")),
-    ("/assets/style.css", STYLE, include_str!("../../web/style.css")),
-    ("/assets/icon.svg", "image/svg+xml", include_str!("../../web/icon.svg")),
-    (
-        "/assets/uplot.js",
-        SCRIPT,
-        include_str!(concat!(env!("OUT_DIR"), "/uplot.js")),
-    ),
-    (
-        "/assets/uplot.css",
-        STYLE,
-        include_str!(concat!(env!("OUT_DIR"), "/uplot.css")),
-    ),
-    (
-        "/assets/uplot.license.txt",
-        "text/plain; charset=utf-8",
-        include_str!(concat!(env!("OUT_DIR"), "/uplot.license")),
-    ),
+/// The files that the pages of all programs load.
+const ASSETS: [Asset; 6] = [
+    Asset {
+        path: "/assets/common.js",
+        kind: SCRIPT,
+        content: include_str!("../web/common.js"),
+    },
+    Asset {
+        path: "/assets/common.css",
+        kind: STYLE,
+        content: include_str!("../web/common.css"),
+    },
+    Asset {
+        path: "/assets/icon.svg",
+        kind: "image/svg+xml",
+        content: include_str!("../web/icon.svg"),
+    },
+    Asset {
+        path: "/assets/uplot.js",
+        kind: SCRIPT,
+        content: include_str!(concat!(env!("OUT_DIR"), "/uplot.js")),
+    },
+    Asset {
+        path: "/assets/uplot.css",
+        kind: STYLE,
+        content: include_str!(concat!(env!("OUT_DIR"), "/uplot.css")),
+    },
+    Asset {
+        path: "/assets/uplot.license.txt",
+        kind: "text/plain; charset=utf-8",
+        content: include_str!(concat!(env!("OUT_DIR"), "/uplot.license")),
+    },
 ];
 
-pub(super) fn routes() -> Router<Arc<App>> {
+pub(crate) fn routes(site: &'static Site) -> Router<Arc<App>> {
     let mut router = Router::new()
         .route("/", get(index))
         .route("/login", get(login_page).post(log_in))
         .route("/logout", post(log_out));
-    for (path, kind, content) in ASSETS {
+    for asset in ASSETS.iter().chain(site.assets) {
+        let Asset { path, kind, content } = *asset;
         router = router.route(path, get(move || async move { ([(CONTENT_TYPE, kind)], content) }));
     }
     router
@@ -70,13 +79,21 @@ fn redirect(path: &'static str) -> Response {
 
 async fn index(State(app): State<Arc<App>>, peer: Option<Extension<Peer>>, headers: HeaderMap) -> Response {
     match authorize(&app, address(peer), &headers) {
-        Ok(_) => page(StatusCode::OK, INDEX),
+        Ok(_) => page(StatusCode::OK, app.site.index),
         Err(_) => redirect("/login"),
     }
 }
 
-async fn login_page() -> Response {
-    page(StatusCode::OK, LOGIN)
+async fn login_page(State(app): State<Arc<App>>) -> Response {
+    page(StatusCode::OK, login(app.site))
+}
+
+/// Returns the page of the login of a program.
+fn login(site: &Site) -> String {
+    LOGIN
+        .replace("{title}", site.title)
+        .replace("{name}", site.name)
+        .replace("{hint}", site.token_hint)
 }
 
 fn address(peer: Option<Extension<Peer>>) -> Peer {
@@ -97,10 +114,10 @@ async fn log_in(
     form: Result<Form<Credentials>, axum::extract::rejection::FormRejection>,
 ) -> Response {
     let Ok(Form(credentials)) = form else {
-        return failed(&ApiError::new(
-            StatusCode::BAD_REQUEST,
-            "the form is not valid; enter the token",
-        ));
+        return failed(
+            app.site,
+            &ApiError::new(StatusCode::BAD_REQUEST, "the form is not valid; enter the token"),
+        );
     };
     // A token is usually pasted, with blanks around it.
     let value = app
@@ -110,17 +127,17 @@ async fn log_in(
         Ok(value) => {
             let mut response = redirect("/");
             let lasts = app.auth.lasts().as_secs();
-            set_cookie(&mut response, &headers, &format!("{value}; Max-Age={lasts}"));
+            set_cookie(&app, &mut response, &headers, &format!("{value}; Max-Age={lasts}"));
             response
         }
-        Err(refusal) => failed(&refusal.into()),
+        Err(refusal) => failed(app.site, &refusal.into()),
     }
 }
 
-fn failed(error: &ApiError) -> Response {
-    // The messages of this module have no characters that are special in HTML.
+fn failed(site: &Site, error: &ApiError) -> Response {
+    // The messages of this crate have no characters that are special in HTML.
     let message = format!(r#"<p role="alert" id="message" class="message">{}</p>"#, error.message);
-    let mut response = page(error.status, LOGIN.replace(MESSAGE, &message));
+    let mut response = page(error.status, login(site).replace(MESSAGE, &message));
     if let Some(time) = error.retry_after {
         response
             .headers_mut()
@@ -130,19 +147,19 @@ fn failed(error: &ApiError) -> Response {
 }
 
 async fn log_out(State(app): State<Arc<App>>, headers: HeaderMap) -> Response {
-    if let Some(value) = cookie_of(&headers) {
+    if let Some(value) = cookie_of(&headers, &app.cookie) {
         app.auth.log_out(value);
     }
     let mut response = redirect("/login");
-    set_cookie(&mut response, &headers, "; Max-Age=0");
+    set_cookie(&app, &mut response, &headers, "; Max-Age=0");
     response
 }
 
 /// Adds the cookie with a value and further attributes. Behind a proxy with TLS, the browser sends it only encrypted.
-fn set_cookie(response: &mut Response, request: &HeaderMap, value: &str) {
+fn set_cookie(app: &App, response: &mut Response, request: &HeaderMap, value: &str) {
     let encrypted = request.get("x-forwarded-proto").is_some_and(|scheme| scheme == "https");
     let secure = if encrypted { "; Secure" } else { "" };
-    let cookie = format!("{COOKIE}={value}; Path=/; HttpOnly; SameSite=Strict{secure}");
+    let cookie = format!("{}={value}; Path=/; HttpOnly; SameSite=Strict{secure}", app.cookie);
     if let Ok(cookie) = HeaderValue::from_str(&cookie) {
         response.headers_mut().insert(SET_COOKIE, cookie);
     }

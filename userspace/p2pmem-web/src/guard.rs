@@ -13,14 +13,14 @@ use axum::http::header::{
     X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS,
 };
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
-use axum::middleware::{from_fn, Next};
+use axum::middleware::{from_fn, from_fn_with_state, Next};
 use axum::response::{IntoResponse, Response};
 use axum::Router;
 use http_body_util::{BodyExt, Limited};
 
-use super::app::{App, MAX_BODY};
-use super::auth::{self, Login, Refusal};
-use super::error::ApiError;
+use crate::auth::{self, Login, Refusal};
+use crate::error::{seconds, ApiError};
+use crate::site::{App, MAX_BODY};
 
 /// How long the body of a request may take.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
@@ -29,15 +29,15 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 const CONTENT_POLICY: &str =
     "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'";
 
-/// The address of the client.
+/// The address of the client, an extension of each request.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Peer(pub(super) IpAddr);
+pub struct Peer(pub IpAddr);
 
 /// Adds the checks and the headers to all routes.
-pub(super) fn protect(router: Router) -> Router {
+pub(crate) fn protect(router: Router, cookie: Arc<str>) -> Router {
     router
         .layer(from_fn(limit_body))
-        .layer(from_fn(refuse_other_sites))
+        .layer(from_fn_with_state(cookie, refuse_other_sites))
         .layer(from_fn(add_headers))
 }
 
@@ -65,9 +65,9 @@ async fn limit_body(request: Request, next: Next) -> Response {
     }
 }
 
-async fn refuse_other_sites(request: Request, next: Next) -> Response {
+async fn refuse_other_sites(State(cookie): State<Arc<str>>, request: Request, next: Next) -> Response {
     let reads = [Method::GET, Method::HEAD].contains(request.method());
-    if !reads && !is_own_site(request.headers()) {
+    if !reads && !is_own_site(request.headers(), &cookie) {
         return ApiError::new(
             StatusCode::FORBIDDEN,
             "the request comes from another site; use the pages of this server, or send the header Authorization instead of the cookie",
@@ -79,7 +79,7 @@ async fn refuse_other_sites(request: Request, next: Next) -> Response {
 
 /// Whether a page of this server sent a request that changes something, or a program without a cookie. Browsers always send
 /// one of the headers `Sec-Fetch-Site` and `Origin`.
-fn is_own_site(headers: &HeaderMap) -> bool {
+fn is_own_site(headers: &HeaderMap, cookie: &str) -> bool {
     let text = |name: HeaderName| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
     if let Some(site) = text(HeaderName::from_static("sec-fetch-site")) {
         return matches!(site, "same-origin" | "none");
@@ -88,7 +88,7 @@ fn is_own_site(headers: &HeaderMap) -> bool {
         let host = origin.split_once("://").map(|(_, host)| host);
         return host.is_some() && host == text(HOST);
     }
-    cookie_of(headers).is_none()
+    cookie_of(headers, cookie).is_none()
 }
 
 async fn add_headers(request: Request, next: Next) -> Response {
@@ -109,23 +109,23 @@ async fn add_headers(request: Request, next: Next) -> Response {
 }
 
 /// Returns the value of the login's cookie.
-pub(super) fn cookie_of(headers: &HeaderMap) -> Option<&str> {
+pub(crate) fn cookie_of<'a>(headers: &'a HeaderMap, cookie: &str) -> Option<&'a str> {
     headers
         .get_all(COOKIE)
         .iter()
         .filter_map(|value| value.to_str().ok())
-        .find_map(auth::cookie)
+        .find_map(|header| auth::cookie(header, cookie))
 }
 
 /// Returns how a request is authorized.
-pub(super) fn authorize(app: &App, peer: Peer, headers: &HeaderMap) -> Result<Login, ApiError> {
+pub(crate) fn authorize(app: &App, peer: Peer, headers: &HeaderMap) -> Result<Login, ApiError> {
     let now = Instant::now();
     if let Some(value) = headers.get(AUTHORIZATION) {
         let token = value.to_str().ok().and_then(|value| value.strip_prefix("Bearer "));
         app.auth.check(peer.0, token.unwrap_or_default(), now)?;
         return Ok(Login::Token);
     }
-    let login = cookie_of(headers).map(|value| Login::Cookie(value.to_owned()));
+    let login = cookie_of(headers, &app.cookie).map(|value| Login::Cookie(value.to_owned()));
     login.filter(|login| app.auth.is_valid(login, now)).ok_or_else(|| {
         ApiError::new(
             StatusCode::UNAUTHORIZED,
@@ -135,7 +135,7 @@ pub(super) fn authorize(app: &App, peer: Peer, headers: &HeaderMap) -> Result<Lo
 }
 
 /// Lets only authorized requests pass, and adds to them how they are authorized.
-pub(super) async fn require_login(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+pub(crate) async fn require_login(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
     match authorize(&app, peer_of(&request), request.headers()) {
         Ok(login) => {
             request.extensions_mut().insert(login);
@@ -146,7 +146,7 @@ pub(super) async fn require_login(State(app): State<Arc<App>>, mut request: Requ
 }
 
 /// Returns the address that the server found.
-pub(super) fn peer_of(request: &Request) -> Peer {
+pub(crate) fn peer_of(request: &Request) -> Peer {
     let unknown = Peer(IpAddr::from([0, 0, 0, 0]));
     request.extensions().get().copied().unwrap_or(unknown)
 }
@@ -156,16 +156,13 @@ impl From<Refusal> for ApiError {
         match refusal {
             Refusal::Wrong => Self::new(
                 StatusCode::UNAUTHORIZED,
-                "the token is wrong; enter the token that the node was started with",
+                "the token is wrong; enter the token that the program was started with",
             ),
             Refusal::TooMany(time) => Self {
                 retry_after: Some(time),
                 ..Self::new(
                     StatusCode::TOO_MANY_REQUESTS,
-                    format!(
-                        "too many attempts with a wrong token; try again in {} s",
-                        super::error::seconds(time)
-                    ),
+                    format!("too many attempts with a wrong token; try again in {} s", seconds(time)),
                 )
             },
             Refusal::NoRandom => Self::busy("the kernel gave no random number; try again"),
@@ -182,12 +179,12 @@ mod tests {
             .iter()
             .map(|(name, value)| (HeaderName::from_static(name), HeaderValue::from_str(value).unwrap()))
             .collect();
-        is_own_site(&headers)
+        is_own_site(&headers, "login")
     }
 
     #[test]
     fn requests_of_other_sites_are_recognized() {
-        let cookie = ("cookie", "p2pmem-recorder-login=x");
+        let cookie = ("cookie", "login=x");
         assert!(own(&[("sec-fetch-site", "same-origin"), cookie]));
         for site in ["cross-site", "same-site", "?"] {
             assert!(!own(&[("sec-fetch-site", site), cookie]), "{site}");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Fetches the chart library of the management in the browser with npm, by the names, versions, and checksums of
+//! Fetches the chart library of the pages with npm, by the names, versions, and checksums of
 //! `web/package-lock.json`. The program contains its files.
 
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ const FILES: [(&str, &str); 3] = [
     ("uplot/dist/uPlot.min.css", "uplot.css"),
     ("uplot/LICENSE", "uplot.license"),
 ];
-const WITHOUT: &str = "or build without the management in the browser: cargo build --no-default-features";
+const WITHOUT: &str = "or build without the pages in the browser: cargo build --no-default-features";
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     for name in ["package.json", "package-lock.json"] {
         println!("cargo::rerun-if-changed=web/{name}");
     }
-    if env::var_os("CARGO_FEATURE_WEB").is_none() {
+    if env::var_os("CARGO_FEATURE_SERVER").is_none() {
         return;
     }
     if let Err(message) = fetch() {

@@ -1,11 +1,16 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! A headless Chromium, by WebDriver. The browser ends with the value, also after a failed test.
+//! A headless Chromium, by WebDriver. The browser ends with the value, also after a failed test. The browser tests of several
+//! crates include this file.
+
+// Each crate uses a part of it.
+#![allow(dead_code)]
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use fantoccini::wd::TimeoutConfiguration;
@@ -246,7 +251,7 @@ impl Browser {
         self.driver.call("POST", "/goog/cdp/execute", &body).unwrap()
     }
 
-    /// Writes a picture of an element to `build/reports/recorder-NAME.png`.
+    /// Writes a picture of an element to `build/reports/NAME.png`.
     pub async fn picture(&self, name: &str, element: &str) {
         let area = format!(
             "(() => {{ const area = {element}.getBoundingClientRect(); return [0, area.top + scrollY - 12, innerWidth, area.height + 24] }})()"
@@ -272,7 +277,7 @@ impl Browser {
             json!({"captureBeyondViewport": true, "clip": clip}),
         );
         let bytes = base64(picture["data"].as_str().unwrap());
-        std::fs::write(folder.join(format!("recorder-{name}.png")), bytes).unwrap();
+        std::fs::write(folder.join(format!("{name}.png")), bytes).unwrap();
     }
 
     /// Returns the elements that make the page scroll sideways.
@@ -289,7 +294,7 @@ impl Browser {
 
     /// Returns what axe-core finds.
     pub async fn violations(&self) -> String {
-        self.run(&super::axe()).await;
+        self.run(axe()).await;
         let script = "
             const done = arguments[arguments.length - 1];
             axe.run(document, {resultTypes: ['violations']}).then((result) => done(result.violations.flatMap((found) =>
@@ -330,4 +335,36 @@ fn base64(text: &str) -> Vec<u8> {
         }
     }
     bytes
+}
+
+/// Returns the source of axe-core, which npm installs by the `package-lock.json` of p2pmem-web.
+fn axe() -> &'static str {
+    static SOURCE: OnceLock<String> = OnceLock::new();
+    SOURCE.get_or_init(install_axe)
+}
+
+fn install_axe() -> String {
+    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../p2pmem-web/web");
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("axe");
+    let script = folder.join("node_modules/axe-core/axe.min.js");
+    std::fs::create_dir_all(&folder).unwrap();
+    // Tests run at the same time, and other processes too.
+    let lock = std::fs::File::create(folder.join("lock")).unwrap();
+    rustix::fs::flock(&lock, rustix::fs::FlockOperation::LockExclusive).unwrap();
+    let read = |folder: &PathBuf| std::fs::read(folder.join("package-lock.json")).unwrap_or_default();
+    if read(&folder) != read(&source) || !script.exists() {
+        std::fs::copy(source.join("package.json"), folder.join("package.json")).unwrap();
+        let locked = folder.join("package-lock.json");
+        std::fs::copy(source.join("package-lock.json"), &locked).unwrap();
+        let output = Command::new("npm")
+            .args(["ci", "--ignore-scripts", "--prefer-offline", "--no-audit", "--no-fund"])
+            .current_dir(&folder)
+            .output()
+            .expect("npm is missing (Debian: apt-get install npm)");
+        if !output.status.success() {
+            std::fs::remove_file(&locked).unwrap();
+            panic!("npm failed: {}", String::from_utf8_lossy(&output.stderr));
+        }
+    }
+    std::fs::read_to_string(script).unwrap()
 }

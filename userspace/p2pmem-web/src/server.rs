@@ -11,6 +11,9 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::Request;
+use axum::http::StatusCode;
+use axum::middleware::from_fn_with_state;
+use axum::routing::get;
 use axum::Router;
 use futures_util::future::{select, Either};
 use hyper::body::Incoming;
@@ -22,11 +25,13 @@ use tokio::net::TcpStream;
 use tokio::sync::{oneshot, OwnedSemaphorePermit, Semaphore};
 use tower::ServiceExt;
 
-use super::app::{App, WebOptions, MAX_CHANGES, MIN_TOKEN};
-use super::events::Publisher;
-use super::guard::{protect, Peer};
-use super::{api, pages};
-use crate::node::Node;
+use crate::changes::MAX_CHANGES;
+use crate::error::ApiError;
+use crate::events::{self, Publisher};
+use crate::guard::{protect, require_login, Peer};
+use crate::pages;
+use crate::site::{Access, App, Changed, Site, State};
+use crate::token::MIN_TOKEN;
 
 /// Threads for operations that block: those of the changes, and some that read the state.
 const BLOCKING_THREADS: usize = MAX_CHANGES + 4;
@@ -39,7 +44,7 @@ const MAX_BUFFER: usize = 64 << 10;
 /// How long requests have to end when the server is stopped.
 const STOP_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// A server of the management. Dropping it stops the server.
+/// A server. Dropping it stops the server.
 #[derive(Debug)]
 pub struct Server {
     address: SocketAddr,
@@ -47,14 +52,26 @@ pub struct Server {
     thread: Option<JoinHandle<()>>,
 }
 
-/// Serves the management of `node` to the clients that connect to `listener`, on a thread of its own.
+/// What a program serves.
+pub struct Service {
+    /// The page and its files.
+    pub site: &'static Site,
+    /// The state that the page shows.
+    pub state: Arc<dyn State>,
+    /// Says when the state has changed.
+    pub changed: Changed,
+    /// The paths below `/api` in addition to `/status` and `/events`. Only requests with a login reach them.
+    pub api: Router,
+}
+
+/// Serves a program's pages to the clients that connect to `listener`, on a thread of its own.
 ///
 /// # Errors
 ///
 /// `InvalidInput` if the token has fewer than [`MIN_TOKEN`] bytes; the error of the system call if no thread or no runtime can
 /// be created.
-pub fn serve(node: Arc<Node>, listener: TcpListener, options: &WebOptions) -> io::Result<Server> {
-    if options.token.len() < MIN_TOKEN {
+pub fn serve(service: Service, listener: TcpListener, access: &Access) -> io::Result<Server> {
+    if access.token.len() < MIN_TOKEN {
         return Err(io::Error::new(
             io::ErrorKind::InvalidInput,
             format!("the token is too short; use at least {MIN_TOKEN} characters"),
@@ -72,12 +89,13 @@ pub fn serve(node: Arc<Node>, listener: TcpListener, options: &WebOptions) -> io
         let _entered = runtime.enter();
         tokio::net::TcpListener::from_std(listener)?
     };
-    let (publisher, snapshots) = Publisher::new(&node);
-    let app = App::new(node, options, snapshots);
+    let (publisher, snapshots) = Publisher::new(service.changed);
+    let app = App::new(service.site, service.state, access, snapshots);
+    let router = router(&app, service.api);
     let (stop, stopped) = oneshot::channel();
     let thread = std::thread::Builder::new().name("web".into()).spawn(move || {
-        runtime.block_on(run(listener, &app, publisher, stopped));
-        // A LUN that is being created is not waited for: the next start of the node removes what was created of it.
+        runtime.block_on(run(listener, app, router, publisher, stopped));
+        // Changes that take longer are not waited for.
         runtime.shutdown_timeout(STOP_TIMEOUT);
     })?;
     Ok(Server {
@@ -114,20 +132,33 @@ impl Drop for Server {
 }
 
 /// Returns all paths.
-fn router(app: &Arc<App>) -> Router {
-    let api = Router::new().nest("/api", api::routes(app));
-    protect(pages::routes().merge(api).with_state(Arc::clone(app)))
+fn router(app: &Arc<App>, api: Router) -> Router {
+    let guide = app.site.guide;
+    let refuse = move |status, what| async move { ApiError::new(status, format!("{what}; see the table in {guide}")) };
+    let own = Router::new()
+        .route("/status", get(events::status))
+        .route("/events", get(events::events))
+        .with_state(Arc::clone(app));
+    let api = api
+        .merge(own)
+        .fallback(move || refuse(StatusCode::NOT_FOUND, "there is no such path"))
+        .method_not_allowed_fallback(move || {
+            refuse(StatusCode::METHOD_NOT_ALLOWED, "the path does not have this method")
+        })
+        .layer(from_fn_with_state(Arc::clone(app), require_login));
+    let pages = pages::routes(app.site).with_state(Arc::clone(app));
+    protect(pages.nest("/api", api), Arc::clone(&app.cookie))
 }
 
 /// Accepts connections until `stopped` is complete.
 async fn run(
     listener: tokio::net::TcpListener,
-    app: &Arc<App>,
+    app: Arc<App>,
+    router: Router,
     publisher: Publisher,
     mut stopped: oneshot::Receiver<()>,
 ) {
-    let router = router(app);
-    let publisher = tokio::spawn(publisher.run(Arc::clone(app)));
+    let publisher = tokio::spawn(publisher.run(app));
     let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     let graceful = GracefulShutdown::new();
     while let Either::Left((accepted, _)) = select(pin!(accept(&listener, &connections)), &mut stopped).await {

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Options of `matrix`.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::Pair;
+use crate::cli::{seconds, MemoryKind, OwnArgs, RunArgs, PORT};
+use crate::sizes::{messages, size, Sizes};
+use crate::wire::Mode;
+
+/// Options of `matrix`.
+#[derive(Debug, Clone, Args)]
+pub struct MatrixArgs {
+    /// The server. It must run with --forever.
+    pub host: String,
+
+    /// NICs, with one connection each [default: the first NIC with an active port]
+    #[arg(long, value_delimiter = ',', value_name = "NIC")]
+    pub nic: Vec<String>,
+
+    /// Kinds of memory on this side: the rows.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,accelerator,cmb,fpga")]
+    pub memory: Vec<MemoryKind>,
+
+    /// Kinds of memory on the server: the columns.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,accelerator,cmb,fpga")]
+    pub peer_memory: Vec<MemoryKind>,
+
+    /// How the messages move: one table each.
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "write,read,send")]
+    pub mode: Vec<Mode>,
+
+    /// Also measure writes that both sides copy through host memory.
+    #[arg(long)]
+    pub staged: bool,
+
+    /// Message sizes, such as 2M, 4K,64K, or 4K-64M (each twice the size before).
+    #[arg(long, value_name = "SIZES", default_value = "1M", value_parser = messages)]
+    pub size: Sizes,
+
+    /// Number of messages of each size, per NIC.
+    #[arg(long, short = 'n', value_name = "N", default_value_t = 200)]
+    pub iters: u64,
+
+    /// Maximum number of bytes of each size, per NIC.
+    #[arg(long, value_name = "SIZE", value_parser = size)]
+    pub volume: Option<u64>,
+
+    /// Maximum number of messages in flight.
+    #[arg(long, value_name = "N", default_value_t = 16)]
+    pub depth: u32,
+
+    /// Memory for the messages of one size on each side. Two messages always fit, also if they are larger.
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "8M")]
+    pub buffer: u64,
+
+    /// Compare every byte of the target after the messages.
+    #[arg(long)]
+    pub verify: bool,
+
+    /// Seed of the pattern.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+
+    /// TCP port of the server.
+    #[arg(long, default_value_t = PORT)]
+    pub port: u16,
+
+    /// Device file of p2pmem.
+    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
+          default_value = p2pmem::DEFAULT_PATH)]
+    pub dev_path: PathBuf,
+
+    /// Index of the GID to use; only relevant on Ethernet.
+    #[arg(long, value_name = "INDEX", default_value_t = 0)]
+    pub gid_index: u8,
+
+    /// Sleep until a completion arrives, instead of polling.
+    #[arg(long)]
+    pub events: bool,
+
+    /// Poll for 50 microseconds, then sleep until a completion arrives.
+    #[arg(long, conflicts_with = "events")]
+    pub adaptive: bool,
+
+    /// Longest wait for the other side or for a completion.
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
+    pub timeout: Duration,
+}
+
+impl MatrixArgs {
+    /// Returns the names of the modes, in the order of their measurement.
+    pub fn modes(&self) -> Vec<String> {
+        let staged = self.staged.then(|| super::STAGED.to_owned());
+        self.mode
+            .iter()
+            .map(|mode| mode.name().to_owned())
+            .chain(staged)
+            .collect()
+    }
+
+    /// Returns the pairs, in the order of their measurement: by mode, own memory, the server's memory.
+    pub(super) fn pairs(&self) -> Vec<Pair> {
+        let staged = self.staged.then_some((Mode::Write, true));
+        let mut pairs = Vec::new();
+        for (mode, staged) in self.mode.iter().map(|mode| (*mode, false)).chain(staged) {
+            for from in &self.memory {
+                for to in &self.peer_memory {
+                    pairs.push(Pair {
+                        from: *from,
+                        to: *to,
+                        mode,
+                        staged,
+                    });
+                }
+            }
+        }
+        pairs
+    }
+
+    /// Returns the options of `run` for a pair.
+    pub(super) fn run_args(&self, pair: Pair) -> RunArgs {
+        RunArgs {
+            own: OwnArgs {
+                nic: self.nic.clone(),
+                memory: pair.from,
+                device: None,
+                dev_path: self.dev_path.clone(),
+                gid_index: self.gid_index,
+                events: self.events,
+                adaptive: self.adaptive,
+                timeout: self.timeout,
+            },
+            port: self.port,
+            peer_memory: Some(pair.to),
+            mode: pair.mode,
+            size: self.size.clone(),
+            iters: self.iters,
+            volume: self.volume,
+            depth: self.depth,
+            buffer: self.buffer,
+            staged: pair.staged,
+            verify: self.verify,
+            seed: self.seed,
+            ..RunArgs::to(&self.host)
+        }
+    }
+}
