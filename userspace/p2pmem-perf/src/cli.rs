@@ -9,7 +9,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 
 use crate::matrix::MatrixArgs;
 use crate::rpc::RpcArgs;
-use crate::sizes::{messages, size, Sizes};
+use crate::sizes::{messages, size, window, Sizes};
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
 
@@ -150,10 +150,10 @@ pub struct ServeArgs {
     pub listen: String,
 
     /// TCP port to listen on.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
-    /// Maximum memory per NIC that a client may request.
+    /// Maximum memory per NIC for a client. Messages that do not fit move through a window.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "4G")]
     pub most: u64,
 
@@ -173,7 +173,7 @@ pub struct RunArgs {
     pub own: OwnArgs,
 
     /// TCP port of the server.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
     /// Kind of memory for the payload on the server [default: the server's own --memory]
@@ -188,7 +188,7 @@ pub struct RunArgs {
     #[arg(long, value_enum, value_name = "HOW")]
     pub peer_waits: Option<How>,
 
-    /// RDMA operation of the messages.
+    /// How the messages move.
     #[arg(long, value_enum, default_value = "write")]
     pub mode: Mode,
 
@@ -215,6 +215,11 @@ pub struct RunArgs {
     /// Memory for the messages of one size on each side. Two messages always fit, also if they are larger.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "32M")]
     pub buffer: u64,
+
+    /// Cut each message into chunks of this size [default: only messages that do not fit the memory, into chunks of the
+    /// largest power of two that fits]
+    #[arg(long, value_name = "SIZE", value_parser = window)]
+    pub window: Option<u64>,
 
     /// Acknowledge each write: the server counts handled messages, and the client reads the counter by RDMA READ.
     #[arg(long)]
@@ -258,6 +263,9 @@ impl RunArgs {
             handshake: self.handshake,
             staged: self.staged,
             verify: self.verify,
+            window: self.window,
+            // The client sets it before it sends the test.
+            space: 0,
             seed: self.seed,
             nics,
             peer: self.peer_memory.map(|kind| PeerMemory {
@@ -314,7 +322,7 @@ pub struct StaleServeArgs {
     pub listen: String,
 
     /// TCP port to listen on.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
     /// Shell command that ends the buffer, such as: p2pmemctl unpublish 0000:03:00.0
@@ -333,7 +341,7 @@ pub struct StaleRunArgs {
     pub own: OwnArgs,
 
     /// TCP port of the server.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
     /// Number of writes to try.

@@ -8,23 +8,26 @@ use std::io::{ErrorKind, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use indicatif::ProgressBar;
 use p2pmem::short_size;
+use p2pmem_verbs::Nic;
 
 use crate::cli::{OwnArgs, RunArgs};
 use crate::observer::Observer;
 use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
-use crate::server::{connect, sessions, side};
+use crate::server::{connect, sessions, side, space};
 use crate::session::{open_nics, NicSession, Ran, Role};
 use crate::stats::{Latency, Speed, Times};
+use crate::tcp::Payload;
 use crate::waiter::Stop;
-use crate::wire::{reason, Control, FromClient, FromServer, Message, ServerResult, Test, VERSION};
+use crate::wire::{reason, Control, FromClient, FromServer, Message, Mode, ServerResult, Test, VERSION};
 
 /// Longest time between two messages that report to the server that the test continues.
 const ALIVE_INTERVAL: Duration = Duration::from_millis(500);
@@ -103,11 +106,13 @@ impl Observer for Terminal<'_> {
 /// Any error of the test, and those of the observer. The message says what to do.
 pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     // Errors that need no server are reported before the first message to the server.
-    let test = args.test(open_nics(&args.own.nic)?.len());
+    let nics = open_nics(&args.own.nic)?;
+    let mut test = args.test(nics.len());
+    test.space = space(&args.own, &nics)?;
     test.check().map_err(anyhow::Error::msg)?;
     let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
     let mut control = Control::new(stream, args.own.timeout)?;
-    let measured = run_test(&mut control, args, &test, observer);
+    let measured = run_test(&mut control, args, test, nics, observer);
     if let Err(error) = &measured {
         // The peer may have disconnected; then `error` says so.
         let _ = control.send(&FromClient::Failed(reason(error)));
@@ -180,7 +185,13 @@ fn receive<M: Message>(control: &mut Control, limit: Duration, observer: &dyn Ob
     }
 }
 
-fn run_test(control: &mut Control, args: &RunArgs, test: &Test, observer: &dyn Observer) -> Result<Report> {
+fn run_test(
+    control: &mut Control,
+    args: &RunArgs,
+    mut test: Test,
+    nics: Vec<Arc<Nic>>,
+    observer: &dyn Observer,
+) -> Result<Report> {
     let limit = args.own.timeout;
     control.send(&FromClient::Hello {
         version: VERSION,
@@ -188,6 +199,8 @@ fn run_test(control: &mut Control, args: &RunArgs, test: &Test, observer: &dyn O
     })?;
     let FromServer::Welcome {
         version,
+        space,
+        payload,
         side: server,
         endpoints,
     } = receive(control, limit, observer)?
@@ -198,8 +211,21 @@ fn run_test(control: &mut Control, args: &RunArgs, test: &Test, observer: &dyn O
         version == VERSION,
         "the server has protocol version {version}, this client {VERSION}: use the same p2pmem-perf on both sides"
     );
-    let mut sessions = sessions(test, Role::Client, &args.own)?;
+    ensure!(
+        space <= test.space,
+        "the server wants to use {space} bytes of memory, more than this side has"
+    );
+    test.space = space;
+    test.check_space().map_err(anyhow::Error::msg)?;
+    let test = &test;
+    let mut sessions = sessions(test, Role::Client, &args.own, nics)?;
     connect(&mut sessions, endpoints)?;
+    if test.mode == Mode::Tcp {
+        let at = payload.context("the server has no port for the payload")?;
+        for (index, session) in sessions.iter_mut().enumerate() {
+            session.set_payload(Payload::connect(&args.host, at, index, limit)?);
+        }
+    }
     control.send(&FromClient::Connect(
         sessions.iter().map(|session| session.endpoint().clone()).collect(),
     ))?;
@@ -249,11 +275,10 @@ fn one_size(
     let times: Vec<Times> = done.iter().map(|ran| ran.times.clone()).collect();
     let nics = sessions.iter().zip(&done).zip(found);
     let nics = nics.map(|((session, ran), found)| result(session, size, ran, found));
-    Ok(SizeResult::new(
-        Speed::of_all(size, &times),
-        Latency::new(&times),
-        nics.collect(),
-    ))
+    let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics.collect());
+    let test = sessions.first().map(NicSession::test);
+    result.window = test.map(|test| test.chunk(size)).filter(|chunk| *chunk < size);
+    Ok(result)
 }
 
 fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> NicResult {
@@ -346,7 +371,7 @@ fn run_sessions(
 mod tests {
     use super::*;
     use crate::stats::Times;
-    use crate::wire::{Mode, Side};
+    use crate::wire::Side;
     use std::cell::Cell;
     use std::net::TcpListener;
 

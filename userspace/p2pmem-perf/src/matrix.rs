@@ -90,6 +90,9 @@ pub struct Measured {
     pub moved_bytes: u64,
     /// Whether every byte is correct; `None` if the run did not compare.
     pub verified: Option<bool>,
+    /// Bytes of the window through which each message moved; `None` if messages moved as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<u64>,
 }
 
 /// The result of a pair for messages of one size.
@@ -171,6 +174,7 @@ impl Matrix {
                 .map(|nic| nic.speed.bytes * nic.speed.iterations)
                 .sum(),
             verified: result.verified,
+            window: result.window,
         }
     }
 

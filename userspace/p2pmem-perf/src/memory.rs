@@ -2,9 +2,12 @@
 
 //! The memory for the payload: host memory, or a p2pmem buffer near the NIC.
 
-use std::fs::File;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
 use std::path::Path;
 use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
@@ -24,6 +27,12 @@ const DRIVE_END: u32 = 0x01_08ff;
 /// First and last PCI class of signal processing controllers, which FPGAs have.
 const SIGNAL: u32 = 0x11_0000;
 const SIGNAL_END: u32 = 0x11_ffff;
+
+/// Bytes of the smallest buffer of a test.
+const SMALLEST_BUFFER: u64 = 5 * 4096;
+/// Longest wait for freed memory that is being cleared, and the time between two queries.
+const CLEARING: Duration = Duration::from_secs(2);
+const CLEARING_POLL: Duration = Duration::from_millis(5);
 
 /// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
@@ -246,6 +255,69 @@ fn how_to_get(kind: MemoryKind) -> &'static str {
     }
 }
 
+/// Returns the bytes that the host's memory has for tests: a third of the available bytes, since both sides may be on one
+/// machine, and others need some too.
+fn host_space() -> Result<u64> {
+    let text = fs::read_to_string("/proc/meminfo").context("reading /proc/meminfo")?;
+    available(&text).map(|bytes| bytes / 3)
+}
+
+fn available(meminfo: &str) -> Result<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let number = line.and_then(|line| line.trim().strip_suffix("kB"));
+    let kib: Option<u64> = number.and_then(|number| number.trim().parse().ok());
+    kib.and_then(|kib| kib.checked_mul(1024))
+        .context("/proc/meminfo has no line MemAvailable")
+}
+
+/// Returns the bytes of memory that a test can have for each NIC. If several NICs use one provider, they share its memory.
+///
+/// # Errors
+///
+/// No such memory exists. The message says what to do.
+pub fn space(options: MemoryOptions<'_>, nics: &[&str]) -> Result<u64> {
+    if options.kind == MemoryKind::Cpu {
+        return Ok(host_space()? / nics.len().max(1) as u64);
+    }
+    space_of(options, &Device::open_path(options.device)?, nics)
+}
+
+fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str]) -> Result<u64> {
+    let mut largest = BTreeMap::<u32, (u64, u64)>::new();
+    for nic in nics {
+        let (id, bytes) = largest_near(options, device, nic)?;
+        let (_, count) = largest.entry(id).or_insert((bytes, 0));
+        *count += 1;
+    }
+    let shares = largest.values().map(|(bytes, nics)| bytes / nics);
+    Ok(shares.min().unwrap_or(0))
+}
+
+/// Returns the provider that a small buffer near the NIC would use, and the bytes of its largest free piece.
+fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str) -> Result<(u32, u64)> {
+    let request = request(options, device, nic, SMALLEST_BUFFER)?;
+    let explanation = device.explain(&request)?;
+    let id = explanation.chosen_verdict().map(|verdict| verdict.provider);
+    let Some(id) = id else {
+        bail!(
+            "no memory of the kind {} near {nic}: {}",
+            options.kind.name(),
+            explanation.text
+        );
+    };
+    let deadline = Instant::now() + CLEARING;
+    loop {
+        let providers = device.providers()?;
+        let provider = providers.iter().find(|provider| provider.id == id);
+        let provider = provider.with_context(|| format!("provider {id} was removed"))?;
+        // Buffers of an earlier test that wait to be cleared are free soon.
+        if provider.scrubbing == 0 || Instant::now() >= deadline {
+            return Ok((id, provider.largest));
+        }
+        thread::sleep(CLEARING_POLL);
+    }
+}
+
 /// Returns the request for a buffer of the kind, near the NIC.
 fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
     let providers = device.providers()?;
@@ -352,6 +424,40 @@ mod tests {
         // The near one is too small.
         assert_eq!(of(MemoryKind::Accelerator, 128 << 20), Ok(1));
         assert_eq!(of(MemoryKind::Fpga, 128 << 20), Ok(5));
+    }
+
+    #[test]
+    fn the_space_is_the_largest_free_piece_of_the_nearest_provider() {
+        let fake = machine();
+        let device = fake.device();
+        let options = |kind| MemoryOptions {
+            kind,
+            provider: None,
+            device: Path::new("/nonexistent"),
+        };
+        let space = |kind, nics: &[&str]| space_of(options(kind), &device, nics).map_err(|error| format!("{error:#}"));
+        assert_eq!(space(MemoryKind::Cmb, &[NIC]), Ok(16 << 20));
+        assert_eq!(space(MemoryKind::Accelerator, &[NIC]), Ok(64 << 20));
+        // Two NICs share the provider.
+        assert_eq!(space(MemoryKind::Fpga, &[NIC, NIC]), Ok(32 << 20));
+        let error = space(MemoryKind::Pageless, &[NIC]).unwrap_err();
+        assert!(error.contains("--mode pageless"), "{error}");
+        // A provider without space is not the nearest one.
+        let held = device.alloc(&Request::new(64 << 20).provider(2)).unwrap();
+        assert_eq!(space(MemoryKind::Accelerator, &[NIC]), Ok(256 << 20));
+        drop(held);
+    }
+
+    #[test]
+    fn the_hosts_space_is_a_part_of_the_available_memory() {
+        assert_eq!(
+            available("MemFree: 1 kB\nMemAvailable:     300 kB\n").unwrap(),
+            300 << 10
+        );
+        for text in ["", "MemAvailable: x kB", "MemAvailable: 3"] {
+            assert!(available(text).is_err(), "{text}");
+        }
+        assert!(host_space().unwrap() > 0);
     }
 
     #[test]

@@ -45,6 +45,9 @@ pub struct SizeResult {
     pub gib_per_s: f64,
     /// Whether every byte is correct; `None` if the test did not compare.
     pub verified: Option<bool>,
+    /// Bytes of the window through which each message moved; `None` if messages moved as a whole.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub window: Option<u64>,
     /// Result of each NIC.
     pub nics: Vec<NicResult>,
 }
@@ -67,6 +70,7 @@ impl SizeResult {
             latency,
             gib_per_s: speed.average_mib_per_s / 1024.0,
             verified,
+            window: None,
             nics,
         }
     }
@@ -125,12 +129,13 @@ impl Report {
             Mode::Send => "SEND, client to server",
             Mode::WriteImmediate => "RDMA WRITE with immediate data, client to server",
             Mode::Rpc => "call: SEND, copy by the server's processor, reply",
+            Mode::Tcp => "TCP, client to server, copied by the processors",
         }
         .to_owned();
         if test.staged {
             how += ", staged through host memory on both sides, copied by the processor";
         }
-        if test.has_handshake() {
+        if test.handshake || test.staged {
             how += ", with handshake";
         }
         format!(
@@ -153,6 +158,14 @@ impl Report {
             for nic in &result.nics {
                 writeln!(out, "{} {}", nic.speed.line(), nic.nic)?;
             }
+        }
+        if let Some(window) = result.window {
+            writeln!(
+                out,
+                "   each message through a window, in {} chunks of {}",
+                result.speed.bytes / window,
+                human_size(window)
+            )?;
         }
         for nic in &result.nics {
             if let Some(latency) = &nic.latency {

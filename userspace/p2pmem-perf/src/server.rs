@@ -4,18 +4,21 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
-use std::sync::mpsc;
+use std::sync::{mpsc, Arc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
-use p2pmem::human_size;
+use p2pmem_verbs::Nic;
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::session::{describe, needs, open_nics, NicSession, Role, Served};
+use crate::memory::{self, MemoryOptions};
+use crate::session::{describe, open_nics, NicSession, Role, Served};
+use crate::tcp::PayloadListener;
 use crate::waiter::Stop;
 use crate::wire::{
-    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
+    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, Mode, ServerResult, Side, Test,
+    VERSION,
 };
 
 /// Wait for a message of the client between two checks of the sessions.
@@ -58,21 +61,20 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
 }
 
 fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
-    let FromClient::Hello { version, test } = control.receive()? else {
+    let FromClient::Hello { version, mut test } = control.receive()? else {
         bail!("expected the message `hello` of the client");
     };
     ensure!(
         version == VERSION,
         "the client has protocol version {version}, this server {VERSION}: use the same p2pmem-perf on both sides"
     );
+    let own = &own_args(&args.own, &test)?;
     test.check().map_err(anyhow::Error::msg)?;
-    let bytes = needs(&test, Role::Server);
-    ensure!(
-        bytes <= args.most,
-        "the test needs {} of memory for each NIC, more than the {} that this server allows (--most)",
-        human_size(bytes),
-        human_size(args.most)
-    );
+    let nics = open_nics(&own.nic)?;
+    // With staged messages, as much host memory may be needed as memory.
+    let most = if test.staged { args.most / 2 } else { args.most };
+    test.space = test.space.min(most).min(space(own, &nics)?);
+    test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
         "p2pmem-perf: {:?} of {}, {} messages each, {} NICs",
         test.mode,
@@ -80,10 +82,14 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
         test.iterations,
         test.nics
     );
-    let own = &own_args(&args.own, &test)?;
-    let mut sessions = sessions(&test, Role::Server, own)?;
+    let payloads = (test.mode == Mode::Tcp)
+        .then(|| PayloadListener::new(&args.listen))
+        .transpose()?;
+    let mut sessions = sessions(&test, Role::Server, own, nics)?;
     control.send(&FromServer::Welcome {
         version: VERSION,
+        space: test.space,
+        payload: payloads.as_ref().map(PayloadListener::port),
         side: side(&sessions, own),
         endpoints: sessions.iter().map(|session| session.endpoint().clone()).collect(),
     })?;
@@ -91,6 +97,11 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
         bail!("expected the message `connect` of the client");
     };
     connect(&mut sessions, endpoints)?;
+    if let Some(payloads) = payloads {
+        for (session, payload) in sessions.iter_mut().zip(payloads.accept(test.nics, own.timeout)?) {
+            session.set_payload(payload);
+        }
+    }
     control.send(&FromServer::Ready)?;
     for expected in &test.sizes {
         match control.receive()? {
@@ -179,13 +190,27 @@ fn until_finished(
     }
 }
 
+/// Returns the bytes of memory that this side has for each NIC.
+///
+/// # Errors
+///
+/// No memory of the kind exists. The message says what to do.
+pub fn space(own: &OwnArgs, nics: &[Arc<Nic>]) -> Result<u64> {
+    let options = MemoryOptions {
+        kind: own.memory,
+        provider: own.device.as_deref(),
+        device: &own.dev_path,
+    };
+    let names: Vec<_> = nics.iter().map(|nic| nic.name()).collect();
+    memory::space(options, &names)
+}
+
 /// Creates a session for each NIC.
 ///
 /// # Errors
 ///
 /// The two sides have different numbers of NICs, or a NIC is not usable.
-pub fn sessions(test: &Test, role: Role, own: &OwnArgs) -> Result<Vec<NicSession>> {
-    let nics = open_nics(&own.nic)?;
+pub fn sessions(test: &Test, role: Role, own: &OwnArgs, nics: Vec<Arc<Nic>>) -> Result<Vec<NicSession>> {
     ensure!(
         nics.len() == test.nics,
         "the client uses {} NICs and this server {}: select the same number on both (--nic)",

@@ -15,15 +15,12 @@ use p2pmem_verbs::{Completions, Domain, Nic, QueuePair, Remote, Request, Retries
 use crate::cli::{MemoryKind, OwnArgs};
 use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::{check_target, fill_source, fill_target, Comparison};
-use crate::sizes::Slots;
+use crate::sizes::{Slots, GUARD, WORDS};
 use crate::stats::Times;
+use crate::tcp::Payload;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
 
-/// Bytes of the guard region after the slots. No message may change the guard region.
-pub const GUARD: u64 = 4096;
-/// Bytes of the region after the guard region that holds the two handshake words.
-const WORDS: u64 = 4096;
 /// Bytes of a handshake word.
 const WORD: u64 = 8;
 /// Offset in the handshake region at which an RDMA READ places the peer's handshake word.
@@ -50,13 +47,8 @@ pub fn is_target(mode: Mode, role: Role) -> bool {
     (mode == Mode::Read) == (role == Role::Client)
 }
 
-/// Returns the slots for messages of `size` bytes.
-pub fn slots(test: &Test, size: u64) -> Slots {
-    Slots::new(size, test.depth.into(), test.budget)
-}
-
-/// Returns the maximum number of messages in flight that the server has not handled yet.
-fn window(test: &Test, slots: &Slots) -> u64 {
+/// Returns the maximum number of chunks in flight that the server has not handled yet.
+fn unhandled(test: &Test, slots: &Slots) -> u64 {
     // The host memory for staged messages has as many slots as the source.
     let places = if test.staged { slots.source } else { slots.target };
     u64::from(test.depth).min(places)
@@ -64,7 +56,7 @@ fn window(test: &Test, slots: &Slots) -> u64 {
 
 /// Returns the bytes of memory that a side needs for its slots, the guard region, and the handshake region.
 pub fn payload_bytes(test: &Test, role: Role) -> u64 {
-    let slots = test.sizes.iter().map(|size| slots(test, *size));
+    let slots = test.sizes.iter().map(|size| test.slots(*size));
     let bytes = slots.map(|slots| {
         if is_target(test.mode, role) {
             slots.target_bytes()
@@ -79,7 +71,7 @@ pub fn payload_bytes(test: &Test, role: Role) -> u64 {
 ///
 /// The server of calls receives them in host memory, and copies the payload from there.
 pub fn bounce_bytes(test: &Test, role: Role) -> u64 {
-    let slots = test.sizes.iter().map(|size| slots(test, *size));
+    let slots = test.sizes.iter().map(|size| test.slots(*size));
     let bytes = if test.staged {
         slots.map(|slots| slots.source_bytes()).max()
     } else if test.mode == Mode::Rpc && role == Role::Server {
@@ -130,6 +122,8 @@ pub struct NicSession {
     other: Option<Endpoint>,
     gid_index: u8,
     seed: u64,
+    /// The connection of the payload, if it moves over TCP.
+    payload: Option<Payload>,
 }
 
 impl NicSession {
@@ -185,7 +179,17 @@ impl NicSession {
             other: None,
             gid_index: own.gid_index,
             seed: test.seed.wrapping_add(index as u64),
+            payload: None,
         })
+    }
+
+    /// Sets the connection of the payload, if it moves over TCP.
+    pub fn set_payload(&mut self, payload: Payload) {
+        self.payload = Some(payload);
+    }
+
+    fn payload(&self) -> Result<&Payload> {
+        self.payload.as_ref().context("no connection for the payload")
     }
 
     /// Returns the endpoint to send to the peer.
@@ -248,7 +252,7 @@ impl NicSession {
     ///
     /// ENOMEM if the receive queue is full.
     pub fn prepare(&self, size: u64) -> Result<()> {
-        let (slots, span) = (slots(&self.test, size), self.memory.span());
+        let (slots, span) = (self.test.slots(size), self.memory.span());
         if self.test.verify {
             if self.is_target() {
                 fill_target(span, &slots, GUARD, self.seed(size));
@@ -258,10 +262,10 @@ impl NicSession {
         }
         span.write(self.handled_at() as usize, &0u64.to_le_bytes());
         span.flush();
-        if self.role == Role::Server && self.takes_receives() {
-            let first = self.test.messages(size).min(self.receives(&slots));
-            for message in 0..first {
-                self.post_receive(&slots, message)?;
+        if self.role == Role::Server && self.takes_receives(size) {
+            let first = self.chunks(size).min(self.receives(size, &slots));
+            for chunk in 0..first {
+                self.post_receive(&slots, chunk)?;
             }
         }
         Ok(())
@@ -273,30 +277,35 @@ impl NicSession {
         payload_bytes(&self.test, self.role) - WORDS
     }
 
-    /// Returns whether each message consumes a receive of the server.
-    fn takes_receives(&self) -> bool {
-        self.test.has_handshake() || self.test.mode.takes_receives()
+    /// Returns the number of chunks of all messages of `size` bytes.
+    fn chunks(&self, size: u64) -> u64 {
+        self.test.messages(size) * self.test.chunks(size)
     }
 
-    /// Returns the number of receives to post before the first message.
-    fn receives(&self, slots: &Slots) -> u64 {
-        if self.test.has_handshake() {
-            window(&self.test, slots)
+    /// Returns whether each chunk consumes a receive of the server.
+    fn takes_receives(&self, size: u64) -> bool {
+        self.test.has_handshake(size) || self.test.mode.takes_receives()
+    }
+
+    /// Returns the number of receives to post before the first chunk.
+    fn receives(&self, size: u64, slots: &Slots) -> u64 {
+        if self.test.has_handshake(size) {
+            unhandled(&self.test, slots)
         } else {
             u64::from(self.test.depth).min(slots.target)
         }
     }
 
-    fn post_receive(&self, slots: &Slots, message: u64) -> Result<()> {
-        let (at, size) = (slots.target_at(message), slots.size);
+    fn post_receive(&self, slots: &Slots, chunk: u64) -> Result<()> {
+        let (at, size) = (slots.target_at(chunk), slots.size);
         let (id, into) = match (self.test.mode, &self.bounce) {
-            (Mode::Send, _) => (message, Some(self.memory.segment(at, size))),
-            (Mode::Rpc, Some(received)) => (calls::RECEIVE | message, Some(received.segment(at, size))),
-            _ => (message, None),
+            (Mode::Send, _) => (chunk, Some(self.memory.segment(at, size))),
+            (Mode::Rpc, Some(received)) => (calls::RECEIVE | chunk, Some(received.segment(at, size))),
+            _ => (chunk, None),
         };
         self.queue
             .post_receive(id, into)
-            .with_context(|| format!("posting the receive for message {message}"))
+            .with_context(|| format!("posting the receive for chunk {chunk}"))
     }
 
     fn waiter(&self, own: &OwnArgs, stop: &Stop) -> Waiter {
@@ -304,57 +313,66 @@ impl NicSession {
     }
 
     /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
-    /// receives. Otherwise waits for each message, copies staged messages, and counts handled messages in the handshake
-    /// word.
+    /// receives. Otherwise waits for each chunk, copies staged chunks, and counts handled chunks in the handshake word.
+    /// Over TCP, reads each chunk from the socket.
     ///
     /// # Errors
     ///
     /// A message does not arrive within the limit, or is not the expected one.
     pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<Served> {
-        if !self.takes_receives() {
+        let before = cpu_time();
+        let (slots, chunks) = (self.test.slots(size), self.chunks(size));
+        if self.test.mode == Mode::Tcp {
+            let copied = self
+                .payload()?
+                .receive(self.memory.span(), &slots, chunks, own.timeout, stop)?;
+            return Ok(Served {
+                copied,
+                cpu: cpu_time() - before,
+            });
+        }
+        if !self.takes_receives(size) {
             return Ok(Served::default());
         }
         if self.test.mode == Mode::Rpc {
             return self.serve_calls(size, &self.waiter(own, stop));
         }
-        let before = cpu_time();
-        let slots = slots(&self.test, size);
-        let messages = self.test.messages(size);
+        let has_handshake = self.test.has_handshake(size);
         let waiter = self.waiter(own, stop);
-        let (mut came, mut posted, mut copied) = (0, messages.min(self.receives(&slots)), 0);
+        let (mut came, mut posted, mut copied) = (0, chunks.min(self.receives(size, &slots)), 0);
         let mut completions = Vec::new();
-        while came < messages {
-            waiter.next(&mut completions, &|| format!("message {came} of {messages}"))?;
+        while came < chunks {
+            waiter.next(&mut completions, &|| format!("chunk {came} of {chunks}"))?;
             for done in &completions {
-                if self.test.has_handshake() {
-                    // The low 32 bits are enough to distinguish a message from its neighbours.
+                if has_handshake {
+                    // The low 32 bits are enough to distinguish a chunk from its neighbours.
                     ensure!(
                         done.immediate == Some(came as u32),
-                        "expected message {came}, received a message with immediate data {:?}",
+                        "expected chunk {came}, received a chunk with immediate data {:?}",
                         done.immediate
                     );
                     copied += self.copy_staged(&slots, came);
                 } else if self.test.mode == Mode::WriteImmediate {
                     ensure!(
                         done.immediate == Some(came as u32),
-                        "expected message {came}, received a message with immediate data {:?}",
+                        "expected chunk {came}, received a chunk with immediate data {:?}",
                         done.immediate
                     );
                 } else {
                     ensure!(
-                        u64::from(done.bytes) == size && done.id == came,
-                        "message {came} has {} bytes and consumed receive {}",
+                        u64::from(done.bytes) == slots.size && done.id == came,
+                        "chunk {came} has {} bytes and consumed receive {}",
                         done.bytes,
                         done.id
                     );
                 }
                 came += 1;
-                if posted < messages {
+                if posted < chunks {
                     self.post_receive(&slots, posted)?;
                     posted += 1;
                 }
             }
-            if self.test.has_handshake() {
+            if has_handshake {
                 let span = self.memory.span();
                 // Copied bytes are visible before the client reads the handshake word.
                 span.flush();
@@ -368,12 +386,12 @@ impl NicSession {
         })
     }
 
-    /// Copies a staged message from host memory to its target slot. Returns the number of bytes copied.
-    fn copy_staged(&self, slots: &Slots, message: u64) -> u64 {
+    /// Copies a staged chunk from host memory to its target slot. Returns the number of bytes copied.
+    fn copy_staged(&self, slots: &Slots, chunk: u64) -> u64 {
         let Some(bounce) = &self.bounce else { return 0 };
-        let to = slots.target_at(message) as usize;
+        let to = slots.target_at(chunk) as usize;
         bounce.span().copy_to(
-            slots.source_at(message) as usize,
+            slots.source_at(chunk) as usize,
             self.memory.span(),
             to,
             slots.size as usize,
@@ -385,9 +403,8 @@ impl NicSession {
     /// does not request a comparison.
     pub fn check(&self, size: u64) -> Option<Comparison> {
         (self.test.verify && self.is_target()).then(|| {
-            let slots = slots(&self.test, size);
-            let messages = self.test.messages(size);
-            check_target(self.memory.span(), &slots, GUARD, self.seed(size), messages)
+            let (slots, chunks) = (self.test.slots(size), self.chunks(size));
+            check_target(self.memory.span(), &slots, GUARD, self.seed(size), chunks)
         })
     }
 
@@ -400,21 +417,29 @@ impl NicSession {
     pub fn run(&self, size: u64, own: &OwnArgs, stop: &Stop, start: Instant, progress: &AtomicU64) -> Result<Ran> {
         let before = cpu_time();
         let other = self.other.as_ref().context("not connected")?;
-        let slots = slots(&self.test, size);
-        let messages = self.test.messages(size);
+        let slots = self.test.slots(size);
+        let clock = Clock::new(self.test.messages(size), self.test.chunks(size), start, progress)?;
+        if self.test.mode == Mode::Tcp {
+            let depth = u64::from(self.test.depth);
+            let (payload, span) = (self.payload()?, self.memory.span());
+            let (times, copied) = payload.send(span, &slots, depth, clock, own.timeout, stop)?;
+            return Ok(Ran {
+                times,
+                copied,
+                cpu: cpu_time() - before,
+            });
+        }
         let run = Run {
             session: self,
             waiter: self.waiter(own, stop),
             other,
             slots,
-            messages,
-            start,
-            progress,
-            times: Times::with_capacity(usize::try_from(messages)?),
+            chunks: clock.chunks(),
+            clock,
             requests: Vec::new(),
         };
-        let (times, copied) = if self.test.has_handshake() {
-            run.with_handshake(window(&self.test, &slots))?
+        let (times, copied) = if self.test.has_handshake(size) {
+            run.with_handshake(unhandled(&self.test, &slots))?
         } else if self.test.mode == Mode::Rpc {
             run.with_replies()?
         } else {
@@ -428,24 +453,80 @@ impl NicSession {
     }
 }
 
+/// Records the times of messages, from the chunks that are posted and done.
+pub(crate) struct Clock<'a> {
+    start: Instant,
+    /// Messages.
+    messages: u64,
+    /// Chunks of a message.
+    each: u64,
+    posted: u64,
+    done: u64,
+    times: Times,
+    progress: &'a AtomicU64,
+}
+
+impl<'a> Clock<'a> {
+    /// Creates a clock for `messages` messages of `each` chunks. Times count from `start`; `progress` counts messages.
+    pub(crate) fn new(messages: u64, each: u64, start: Instant, progress: &'a AtomicU64) -> Result<Self> {
+        Ok(Self {
+            start,
+            messages,
+            each: each.max(1),
+            posted: 0,
+            done: 0,
+            times: Times::with_capacity(usize::try_from(messages)?),
+            progress,
+        })
+    }
+
+    /// Returns the number of chunks of all messages.
+    pub(crate) fn chunks(&self) -> u64 {
+        self.messages * self.each
+    }
+
+    /// Returns the number of chunks posted.
+    pub(crate) fn posted(&self) -> u64 {
+        self.posted
+    }
+
+    /// The next chunk is posted: the message's time starts with its first chunk.
+    pub(crate) fn post(&mut self) {
+        if self.posted % self.each == 0 {
+            self.times.posted.push(self.start.elapsed());
+        }
+        self.posted += 1;
+    }
+
+    /// `count` more chunks are done: a message is done with its last chunk.
+    pub(crate) fn finish(&mut self, count: u64) {
+        let before = self.done / self.each;
+        self.done += count;
+        let messages = self.done / self.each;
+        let now = self.start.elapsed();
+        self.times.done.extend((before..messages).map(|_| now));
+        self.progress.store(messages, Ordering::Relaxed);
+    }
+
+    /// Returns the times.
+    pub(crate) fn times(self) -> Times {
+        self.times
+    }
+}
+
 /// State of the client during the messages of one size.
 struct Run<'a> {
     session: &'a NicSession,
     waiter: Waiter,
     other: &'a Endpoint,
     slots: Slots,
-    messages: u64,
-    start: Instant,
-    progress: &'a AtomicU64,
-    times: Times,
+    /// Number of chunks of all messages.
+    chunks: u64,
+    clock: Clock<'a>,
     requests: Vec<Request>,
 }
 
 impl Run<'_> {
-    fn now(&self) -> Duration {
-        self.start.elapsed()
-    }
-
     /// Returns the address and key of `bytes` of the peer's memory at offset `at`.
     fn remote(&self, window: &Window, at: u64, bytes: u64) -> Result<Remote> {
         Ok(Remote {
@@ -465,19 +546,19 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Runs messages that are done when their completion arrives.
+    /// Runs messages that are done when the completion of their last chunk arrives.
     fn without_handshake(mut self) -> Result<(Times, u64)> {
         let (depth, batch) = (self.session.test.depth, self.session.test.batch.unwrap_or(1));
         let (depth, batch) = (u64::from(depth), u64::from(batch));
         let (mut posted, mut done) = (0, 0);
         let mut completions = Vec::new();
-        while done < self.messages {
+        while done < self.chunks {
             // A doorbell waits until its requests may be in flight.
-            while posted < self.messages && posted - done + batch.min(self.messages - posted) <= depth {
-                for _ in 0..batch.min(self.messages - posted) {
-                    let request = self.message(posted)?;
+            while posted < self.chunks && posted - done + batch.min(self.chunks - posted) <= depth {
+                for _ in 0..batch.min(self.chunks - posted) {
+                    let request = self.chunk(posted)?;
                     self.requests.push(request);
-                    self.times.posted.push(self.now());
+                    self.clock.post();
                     posted += 1;
                 }
                 if self.session.test.batch.is_some() {
@@ -486,26 +567,25 @@ impl Run<'_> {
             }
             self.post()?;
             self.waiter
-                .next(&mut completions, &|| format!("message {done} of {}", self.messages))?;
-            let now = self.now();
+                .next(&mut completions, &|| format!("chunk {done} of {}", self.chunks))?;
+            let before = done;
             for completion in &completions {
                 ensure!(
                     completion.id == done && done < posted,
                     "expected the completion of request {done}, received that of {}",
                     completion.id
                 );
-                self.times.done.push(now);
                 done += 1;
             }
-            self.progress.store(done, Ordering::Relaxed);
+            self.clock.finish(done - before);
         }
-        Ok((self.times, 0))
+        Ok((self.clock.times(), 0))
     }
 
-    /// Returns the request for a message without handshake.
-    fn message(&self, message: u64) -> Result<Request> {
+    /// Returns the request for a chunk without handshake.
+    fn chunk(&self, chunk: u64) -> Result<Request> {
         let (size, slots) = (self.slots.size, &self.slots);
-        let (source, target) = (slots.source_at(message), slots.target_at(message));
+        let (source, target) = (slots.source_at(chunk), slots.target_at(chunk));
         let memory = &self.session.memory;
         let (local, work) = match self.session.test.mode {
             Mode::Write => {
@@ -514,24 +594,26 @@ impl Run<'_> {
             }
             Mode::WriteImmediate => {
                 let to = self.remote(&self.other.payload, target, size)?;
-                (memory.segment(source, size), Work::Write(to, Some(message as u32)))
+                (memory.segment(source, size), Work::Write(to, Some(chunk as u32)))
             }
             Mode::Read => {
                 let from = self.remote(&self.other.payload, source, size)?;
                 (memory.segment(target, size), Work::Read(from))
             }
             Mode::Send | Mode::Rpc => (memory.segment(source, size), Work::Send),
+            Mode::Tcp => bail!("messages over TCP have no work requests"),
         };
         Ok(Request {
-            id: message,
+            id: chunk,
             local,
             work,
             signaled: true,
         })
     }
 
-    /// Runs writes with handshake: a message is done when an RDMA READ of the server's handshake word says so.
-    fn with_handshake(mut self, window: u64) -> Result<(Times, u64)> {
+    /// Runs writes with handshake: a chunk is done when an RDMA READ of the server's handshake word says so. `most` chunks
+    /// are in flight at most.
+    fn with_handshake(mut self, most: u64) -> Result<(Times, u64)> {
         let session = self.session;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
         let mut reading = false;
@@ -543,36 +625,34 @@ impl Run<'_> {
             work: Work::Read(self.remote(&self.other.handled, 0, WORD)?),
             signaled: true,
         };
-        while handled < self.messages {
-            while posted < self.messages && posted - handled < window {
-                self.times.posted.push(self.now());
+        while handled < self.chunks {
+            while posted < self.chunks && posted - handled < most {
+                self.clock.post();
                 let request = self.write(posted, &mut copied)?;
                 self.requests.push(request);
                 posted += 1;
                 if session.test.staged {
-                    // Posts each copied message immediately: the NIC transmits while the processor copies the next
-                    // message.
+                    // Posts each copied chunk immediately: the NIC transmits while the processor copies the next chunk.
                     self.post()?;
                 }
             }
-            if !reading && handled < posted && (posted - handled == window || posted == self.messages) {
+            if !reading && handled < posted && (posted - handled == most || posted == self.chunks) {
                 self.requests.push(read_word);
                 reading = true;
             }
             self.post()?;
             self.waiter
-                .next(&mut completions, &|| format!("message {written} of {}", self.messages))?;
+                .next(&mut completions, &|| format!("chunk {written} of {}", self.chunks))?;
             for completion in &completions {
                 if completion.id == READ_WORD_ID {
                     reading = false;
                     let now_handled = word(session.memory.span(), peer_word);
                     ensure!(
                         (handled..=written).contains(&now_handled),
-                        "the other side reports {now_handled} handled messages: at least {handled} and at most {written} \
+                        "the other side reports {now_handled} handled chunks: at least {handled} and at most {written} \
                          are possible"
                     );
-                    let now = self.now();
-                    self.times.done.extend((handled..now_handled).map(|_| now));
+                    self.clock.finish(now_handled - handled);
                     handled = now_handled;
                 } else if completion.id == written {
                     written += 1;
@@ -583,15 +663,14 @@ impl Run<'_> {
                     );
                 }
             }
-            self.progress.store(handled, Ordering::Relaxed);
         }
-        Ok((self.times, copied))
+        Ok((self.clock.times(), copied))
     }
 
     /// Returns the request for a write with handshake; copies the payload to host memory first if the test is staged.
-    fn write(&self, message: u64, copied: &mut u64) -> Result<Request> {
+    fn write(&self, chunk: u64, copied: &mut u64) -> Result<Request> {
         let (session, size) = (self.session, self.slots.size);
-        let source = self.slots.source_at(message);
+        let source = self.slots.source_at(chunk);
         let (local, at): (Segment, u64) = match &session.bounce {
             Some(bounce) => {
                 let offset = source as usize;
@@ -603,14 +682,14 @@ impl Run<'_> {
                 *copied += size;
                 (bounce.segment(source, size), source)
             }
-            None => (session.memory.segment(source, size), self.slots.target_at(message)),
+            None => (session.memory.segment(source, size), self.slots.target_at(chunk)),
         };
         let to = self.remote(&self.other.payload, at, size)?;
         Ok(Request {
-            id: message,
+            id: chunk,
             local,
-            // The low 32 bits are enough to distinguish a message from its neighbours.
-            work: Work::Write(to, Some(message as u32)),
+            // The low 32 bits are enough to distinguish a chunk from its neighbours.
+            work: Work::Write(to, Some(chunk as u32)),
             signaled: true,
         })
     }
@@ -661,9 +740,16 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
         "no RDMA NIC has a driver: load the driver's module, such as mlx5_ib, and see `rdma link`"
     );
     let open = |name: &String| {
+        let (name, port) = with_port(name)?;
         let nic = Nic::open(name)
             .with_context(|| format!("opening {name}: does this user have access to /dev/infiniband?"))?;
-        nic.with_context(|| format!("there is no NIC {name}; this machine has {}", all.join(", ")))
+        let nic = nic.with_context(|| format!("there is no NIC {name}; this machine has {}", all.join(", ")))?;
+        ensure!(
+            port == PORT,
+            "{name} has no port {port} that p2pmem-perf can use: use port {PORT}, or the NIC of the other port (`rdma \
+             link` lists all)"
+        );
+        Ok(nic)
     };
     if !names.is_empty() {
         return names.iter().map(open).collect();
@@ -680,9 +766,20 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
     )
 }
 
-/// Returns the bytes of this side's memory that a test needs for each NIC.
-pub fn needs(test: &Test, role: Role) -> u64 {
-    payload_bytes(test, role) + bounce_bytes(test, role)
+/// The port of a NIC that connections use.
+const PORT: u32 = 1;
+
+/// Splits the name of a NIC and its port: `mlx5_0`, or `mlx5_0/1` as `rdma link` prints it.
+fn with_port(text: &str) -> Result<(&str, u32)> {
+    match text.split_once('/') {
+        None => Ok((text, PORT)),
+        Some((name, port)) => {
+            let port = port.parse().ok().with_context(|| {
+                format!("{port:?} is no port of {name}: name a NIC (mlx5_0), or a NIC and its port (mlx5_0/1)")
+            })?;
+            Ok((name, port))
+        }
+    }
 }
 
 /// Returns a one-line description of the memory.
@@ -697,5 +794,36 @@ pub fn describe(session: &NicSession) -> String {
             memory.method()
         ),
         None => format!("{size} of host memory for {}", session.nic().name()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_message_takes_from_its_first_chunk_to_its_last() {
+        let progress = AtomicU64::new(0);
+        let mut clock = Clock::new(2, 3, Instant::now(), &progress).unwrap();
+        assert_eq!(clock.chunks(), 6);
+        (0..4).for_each(|_| clock.post());
+        clock.finish(2);
+        assert_eq!((clock.times.posted.len(), clock.times.done.len()), (2, 0));
+        clock.finish(3);
+        assert_eq!((clock.times.done.len(), progress.load(Ordering::Relaxed)), (1, 1));
+        (0..2).for_each(|_| clock.post());
+        clock.finish(1);
+        let times = clock.times();
+        assert_eq!((times.posted.len(), times.done.len()), (2, 2));
+        assert!(times.posted[0] <= times.done[0] && times.posted[1] <= times.done[1]);
+    }
+
+    #[test]
+    fn a_nic_may_be_named_with_its_port() {
+        assert_eq!(with_port("mlx5_0").unwrap(), ("mlx5_0", 1));
+        assert_eq!(with_port("mlx5_0/1").unwrap(), ("mlx5_0", 1));
+        assert_eq!(with_port("mlx5_0/2").unwrap(), ("mlx5_0", 2));
+        let error = with_port("mlx5_0/x").unwrap_err().to_string();
+        assert!(error.contains("mlx5_0/1"), "{error}");
     }
 }

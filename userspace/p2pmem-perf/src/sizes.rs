@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Parsing of sizes (`2M`, `4K,64K`, `4K-64M`), and the slots of a buffer.
+//! Parsing of sizes (`2M`, `4K,64K`, `4K-64M`), the slots of a buffer, and windows.
+//!
+//! A message that does not fit the memory moves through a window: it is cut into chunks of the window's size, and each
+//! chunk uses the slots as a message of its own does. A slot is used again when the receiver has handled its last chunk.
 
 use std::fmt;
 
@@ -10,6 +13,10 @@ pub const SMALLEST: u64 = 8;
 pub const LARGEST: u64 = 1 << 30;
 /// Alignment of slots in a buffer.
 pub const SLOT_ALIGN: u64 = 4096;
+/// Bytes of the guard region after the slots. No message may change the guard region.
+pub const GUARD: u64 = 4096;
+/// Bytes of the region after the guard region that holds the two handshake words.
+pub const WORDS: u64 = 4096;
 
 /// Parses a size such as `16M`, `1GiB`, or `4096`. Units are powers of 1024.
 ///
@@ -116,6 +123,23 @@ impl Slots {
         }
     }
 
+    /// Reduces the slots to those that fit into `space` bytes on both sides, but not below the minimum.
+    #[must_use]
+    pub fn within(self, space: u64) -> Self {
+        let target = space.saturating_sub(GUARD + WORDS) / self.stride();
+        let source = self.source.min(target.saturating_sub(1)).max(2);
+        Self {
+            source,
+            target: source + 1,
+            ..self
+        }
+    }
+
+    /// Returns whether the slots, the guard region, and the handshake words fit into `space` bytes on both sides.
+    pub fn fits(&self, space: u64) -> bool {
+        self.target_bytes() + GUARD + WORDS <= space
+    }
+
     /// Returns the distance of slots in bytes.
     pub fn stride(&self) -> u64 {
         self.size.next_multiple_of(SLOT_ALIGN)
@@ -146,6 +170,91 @@ impl Slots {
         let newest = messages.checked_sub(1)?;
         let back = (newest % self.target + self.target - slot) % self.target;
         newest.checked_sub(back)
+    }
+}
+
+/// Returns the bytes of a chunk of messages of `size` bytes, in memory of `space` bytes on each side: the whole message if
+/// `window` and the memory permit this, otherwise the window. Without a window, it is the largest power of two that fits
+/// and divides the message.
+///
+/// # Errors
+///
+/// The window does not fit the memory, or does not divide the message. The message says what to do.
+pub fn chunk(size: u64, window: Option<u64>, space: u64) -> Result<u64, String> {
+    let fits = |bytes: u64| Slots::new(bytes, 1, 0).fits(space);
+    let human = p2pmem::human_size;
+    match window {
+        Some(window) if window < size => {
+            if size % window != 0 {
+                return Err(format!(
+                    "a message of {} does not consist of whole windows of {}: use a multiple of the window (--size, \
+                     --window)",
+                    human(size),
+                    human(window)
+                ));
+            }
+            if fits(window) {
+                return Ok(window);
+            }
+        }
+        _ if fits(size) => return Ok(size),
+        Some(_) => {}
+        None => {
+            let powers = (SLOT_ALIGN.ilog2()..size.ilog2()).rev().map(|power| 1 << power);
+            let divides = |bytes: &u64| size % bytes == 0;
+            if let Some(bytes) = powers.filter(divides).find(|bytes| fits(*bytes)) {
+                return Ok(bytes);
+            }
+            if space >= LEAST {
+                return Err(format!(
+                    "a message of {} does not fit the {} of memory, and windows of at least {} do not divide it: use a \
+                     multiple of {} (--size)",
+                    human(size),
+                    human(space),
+                    human(SLOT_ALIGN),
+                    human(SLOT_ALIGN)
+                ));
+            }
+        }
+    }
+    let bytes = window.unwrap_or(size).min(size);
+    Err(format!(
+        "three slots of {} do not fit the {} of memory that both sides have for a NIC: {}",
+        human(bytes),
+        human(space),
+        if space >= LEAST {
+            "use a smaller --window, or none"
+        } else {
+            "free memory of the provider (p2pmemctl list), or select another one"
+        }
+    ))
+}
+
+/// Bytes of memory for the smallest window.
+const LEAST: u64 = 3 * SLOT_ALIGN + GUARD + WORDS;
+
+/// Parses the size of a window.
+///
+/// # Errors
+///
+/// The text is no size, or no multiple of 4 KiB. The message says how to write one.
+pub fn window(text: &str) -> Result<u64, String> {
+    let bytes = size(text)?;
+    check_window(bytes).map(|()| bytes)
+}
+
+/// Checks the size of a window.
+///
+/// # Errors
+///
+/// The size is out of range, or no multiple of 4 KiB.
+pub fn check_window(bytes: u64) -> Result<(), String> {
+    if (SLOT_ALIGN..=LARGEST).contains(&bytes) && bytes % SLOT_ALIGN == 0 {
+        Ok(())
+    } else {
+        Err(format!(
+            "a window cannot have {bytes} bytes: specify a multiple of {SLOT_ALIGN} from 4 KiB to 1 GiB"
+        ))
     }
 }
 
@@ -184,7 +293,57 @@ mod tests {
         assert_eq!(Slots::new(8, 1, 1 << 20).stride(), 4096);
     }
 
+    #[test]
+    fn a_message_above_the_memory_moves_through_the_largest_window() {
+        const MIB: u64 = 1 << 20;
+        // Three slots, the guard region, and the handshake words.
+        assert_eq!(chunk(64 * MIB, None, 256 * MIB), Ok(64 * MIB));
+        assert_eq!(chunk(85 * MIB, None, 256 * MIB), Ok(85 * MIB));
+        assert_eq!(chunk(1 << 30, None, 256 * MIB), Ok(64 * MIB));
+        assert_eq!(chunk(1 << 30, None, 16 * MIB), Ok(4 * MIB));
+        assert_eq!(chunk(100 * MIB, None, 256 * MIB), Ok(4 * MIB));
+        assert_eq!(chunk(1 << 30, None, LEAST), Ok(4096));
+        assert_eq!(chunk(1 << 30, Some(MIB), 256 * MIB), Ok(MIB));
+        assert_eq!(chunk(MIB, Some(64 * MIB), 256 * MIB), Ok(MIB));
+        // With a window, a message that fits the memory is also cut.
+        assert_eq!(chunk(8 * MIB, Some(MIB), 256 * MIB), Ok(MIB));
+        for (size, window, space, words) in [
+            (1 << 30, None, LEAST - 1, "p2pmemctl list"),
+            (4096, None, 0, "p2pmemctl list"),
+            ((1 << 30) - 8, None, 256 * MIB, "use a multiple of 4 KiB"),
+            (10 * MIB, Some(4 * MIB), 256 * MIB, "use a multiple of the window"),
+            (1 << 30, Some(128 * MIB), 256 * MIB, "use a smaller --window"),
+            (128 * MIB, Some(256 * MIB), 256 * MIB, "use a smaller --window"),
+        ] {
+            let why = chunk(size, window, space).unwrap_err();
+            assert!(why.contains(words), "{size} {window:?} {space}: {why}");
+        }
+    }
+
+    #[test]
+    fn windows_are_pages() {
+        assert_eq!(window("64M"), Ok(64 << 20));
+        for text in ["0", "4095", "6K", "2G", "x"] {
+            assert!(window(text).unwrap_err().contains("specify"), "{text}");
+        }
+    }
+
     proptest! {
+        #[test]
+        fn slots_fit_the_space(bytes in 1u64..100_000, depth in 1u64..64, space in 0u64..4_000_000) {
+            let size = bytes * 8;
+            let slots = Slots::new(size, depth, 1 << 30);
+            let fewer = slots.within(space);
+            prop_assert!(fewer.source <= slots.source && fewer.target == fewer.source + 1);
+            // What fits as a chunk also fits with its slots.
+            if chunk(size, None, space) == Ok(size) {
+                prop_assert!(fewer.fits(space), "{fewer:?}");
+            }
+            if slots.fits(space) {
+                prop_assert_eq!(fewer, slots);
+            }
+        }
+
         #[test]
         fn last_to_returns_the_last_message(depth in 1u64..20, messages in 0u64..200) {
             let slots = Slots::new(4096, depth, 1 << 30);

@@ -8,7 +8,7 @@
 //!
 //! ```text
 //! client: hello                                      the test parameters, and the server's kind of memory
-//! server: welcome                                    the server's queue pairs and memory
+//! server: welcome                                    the server's queue pairs and memory, and how much both have
 //! client: connect                                    the client's queue pairs and memory
 //! server: ready                                      both sides can send
 //!   client: start           } for each size
@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
-use crate::sizes::{check_message, Sizes};
+use crate::sizes::{check_message, check_window, chunk, Sizes, Slots};
 use crate::waiter::How;
 
 /// Version of the protocol.
@@ -68,6 +68,8 @@ pub enum Mode {
     /// The client calls the server (two-sided RPC): it sends the payload, the server's processor copies the payload to its
     /// memory and sends a reply.
     Rpc,
+    /// The client sends over TCP, without RDMA: the processors copy each byte between the memory and the sockets.
+    Tcp,
 }
 
 /// Parameters of a test. The client chooses them and sends them to the server.
@@ -95,6 +97,13 @@ pub struct Test {
     pub staged: bool,
     /// The target is compared byte by byte after the messages.
     pub verify: bool,
+    /// Bytes of the chunks into which messages are cut. Without it, only messages that do not fit the memory are cut.
+    #[serde(default)]
+    pub window: Option<u64>,
+    /// Bytes of memory that a side has for each NIC. In the client's first message, those of the client; then those of
+    /// the side with less.
+    #[serde(default)]
+    pub space: u64,
     /// Seed of the pattern.
     pub seed: u64,
     /// Number of NICs of each side.
@@ -144,7 +153,13 @@ impl Mode {
             Self::Send => "send",
             Self::WriteImmediate => "write-imm",
             Self::Rpc => "rpc",
+            Self::Tcp => "tcp",
         }
+    }
+
+    /// Returns whether the server's processor takes no part in a message without handshake.
+    pub fn is_one_sided(self) -> bool {
+        matches!(self, Self::Write | Self::Read)
     }
 
     /// Returns whether each message consumes a receive of the server, without a handshake.
@@ -160,9 +175,37 @@ impl Test {
         self.iterations.min(most)
     }
 
-    /// Returns whether the server handles each message, and so gets a completion for each.
-    pub fn has_handshake(&self) -> bool {
-        self.handshake || self.staged
+    /// Returns whether the server handles each message of `size` bytes, and so gets a completion for each. The server of
+    /// writes through a window does: the client may reuse a slot only after that.
+    pub fn has_handshake(&self, size: u64) -> bool {
+        let is_write = matches!(self.mode, Mode::Write | Mode::WriteImmediate);
+        self.handshake || self.staged || is_write && self.chunks(size) > 1
+    }
+
+    /// Returns the number of chunks of a message of `size` bytes.
+    pub fn chunks(&self, size: u64) -> u64 {
+        size / self.chunk(size)
+    }
+
+    /// Returns the bytes of a chunk of messages of `size` bytes. [`Test::check_space`] has checked that there is one.
+    pub fn chunk(&self, size: u64) -> u64 {
+        chunk(size, self.window, self.space).unwrap_or(size)
+    }
+
+    /// Returns the slots for chunks of messages of `size` bytes.
+    pub fn slots(&self, size: u64) -> Slots {
+        Slots::new(self.chunk(size), self.depth.into(), self.budget).within(self.space)
+    }
+
+    /// Checks that the messages fit the memory of both sides, whole or through a window.
+    ///
+    /// # Errors
+    ///
+    /// Some do not. The message says what to do.
+    pub fn check_space(&self) -> Result<(), String> {
+        self.sizes
+            .iter()
+            .try_for_each(|size| chunk(*size, self.window, self.space).map(|_| ()))
     }
 
     /// Checks parameters that come from the peer or from the command line.
@@ -174,6 +217,7 @@ impl Test {
         for size in &self.sizes {
             check_message(*size)?;
         }
+        self.window.map(check_window).transpose()?;
         self.peer.as_ref().map(PeerMemory::kind).transpose()?;
         let no = |holds: bool, why: &str| if holds { Err(why.to_owned()) } else { Ok(()) };
         no(self.sizes.is_empty() || self.sizes.len() > 64, "specify 1 to 64 sizes")?;
@@ -191,8 +235,8 @@ impl Test {
             "a doorbell posts 1 request to as many as are in flight: use a --batch of 1 to --depth",
         )?;
         no(
-            self.batch.is_some() && (self.has_handshake() || self.mode == Mode::Rpc),
-            "--batch is for requests without handshake and reply",
+            self.batch.is_some() && (self.sizes.iter().any(|size| self.has_handshake(*size)) || !self.mode.is_one_sided()),
+            "only RDMA WRITEs and READs without handshake are posted in batches: use --mode write or read",
         )?;
         no(
             self.handshake && self.mode != Mode::Write,
@@ -201,6 +245,10 @@ impl Test {
         no(
             self.staged && self.mode != Mode::Write,
             "only writes can be staged: use --mode write",
+        )?;
+        no(
+            self.mode == Mode::Rpc && self.sizes.iter().any(|size| self.chunks(*size) > 1),
+            "a call has one chunk: use smaller messages (--size) or no --window",
         )?;
         no(
             !(1..=MAX_NICS).contains(&self.nics),
@@ -329,6 +377,16 @@ pub enum FromClient {
     Failed(String),
 }
 
+/// Where the server waits for the connections of the payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PayloadPort {
+    /// The TCP port.
+    pub port: u16,
+    /// The first word of each connection, which others do not know.
+    pub token: u64,
+}
+
 /// Messages of the server.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase", deny_unknown_fields)]
@@ -337,6 +395,10 @@ pub enum FromServer {
     Welcome {
         /// [`VERSION`] of the server.
         version: u32,
+        /// Bytes of memory that both sides have for each NIC: not more than the client's.
+        space: u64,
+        /// Where the server waits for the connections of the payload, if it moves over TCP.
+        payload: Option<PayloadPort>,
         /// The server's NICs and memory.
         side: Side,
         /// The server's queue pairs and memory.

@@ -32,6 +32,8 @@ fn test() -> Test {
         handshake: true,
         staged: false,
         verify: true,
+        window: None,
+        space: 1 << 30,
         seed: 1,
         nics: 1,
         peer: None,
@@ -155,7 +157,7 @@ fn a_wait_ends_at_the_limit() {
 fn invalid_parameters_are_rejected() {
     assert_eq!(test().check(), Ok(()));
     type Change = fn(&mut Test);
-    let change: [(&str, Change); 11] = [
+    let change: [(&str, Change); 13] = [
         ("sizes", |t| t.sizes.clear()),
         ("sizes", |t| t.sizes = vec![4096; 65]),
         ("multiple", |t| t.sizes.push(u64::MAX)),
@@ -167,6 +169,8 @@ fn invalid_parameters_are_rejected() {
         ("depth", |t| t.depth = u32::MAX),
         ("handshake", |t| t.mode = Mode::Read),
         ("NICs", |t| t.nics = usize::MAX),
+        ("window", |t| t.window = Some(0)),
+        ("window", |t| t.window = Some(u64::MAX)),
     ];
     for (word, change) in change {
         let mut test = test();
@@ -260,6 +264,38 @@ fn a_volume_limits_the_messages_of_large_sizes() {
         .messages(64 << 20),
         1
     );
+}
+
+#[test]
+fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
+    let test = Test {
+        handshake: false,
+        space: 256 << 20,
+        ..test()
+    };
+    let large = 1 << 30;
+    assert_eq!((test.chunks(2 << 20), test.chunks(large)), (1, 16));
+    assert!(!test.has_handshake(2 << 20) && test.has_handshake(large));
+    assert_eq!((test.slots(large).size, test.slots(large).source), (64 << 20, 2));
+    for (mode, acknowledged) in [
+        (Mode::WriteImmediate, true),
+        (Mode::Read, false),
+        (Mode::Send, false),
+        (Mode::Tcp, false),
+    ] {
+        assert_eq!(Test { mode, ..test.clone() }.has_handshake(large), acknowledged);
+    }
+    // The slots fit the memory even if the budget is larger.
+    let small = Test {
+        space: 8 << 20,
+        ..test.clone()
+    };
+    assert!(small.slots(2 << 20).fits(8 << 20));
+    assert_eq!(small.check_space(), Ok(()));
+    let none = Test { space: 0, ..test };
+    assert!(none.check_space().unwrap_err().contains("p2pmemctl list"));
+    // Nothing panics for parameters of an untrusted peer.
+    assert_eq!(none.chunks(large), 1);
 }
 
 #[test]

@@ -9,7 +9,7 @@ use clap::Args;
 
 use super::Pair;
 use crate::cli::{seconds, MemoryKind, OwnArgs, RunArgs, PORT};
-use crate::sizes::{messages, size, Sizes};
+use crate::sizes::{messages, size, window, Sizes};
 use crate::wire::Mode;
 
 /// Options of `matrix`.
@@ -58,6 +58,11 @@ pub struct MatrixArgs {
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "8M")]
     pub buffer: u64,
 
+    /// Cut each message into chunks of this size [default: only messages that do not fit the memory, into chunks of the
+    /// largest power of two that fits]
+    #[arg(long, value_name = "SIZE", value_parser = window)]
+    pub window: Option<u64>,
+
     /// Compare every byte of the target after the messages.
     #[arg(long)]
     pub verify: bool,
@@ -67,7 +72,7 @@ pub struct MatrixArgs {
     pub seed: u64,
 
     /// TCP port of the server.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
     /// Device file of p2pmem.
@@ -143,6 +148,7 @@ impl MatrixArgs {
             volume: self.volume,
             depth: self.depth,
             buffer: self.buffer,
+            window: self.window,
             staged: pair.staged,
             verify: self.verify,
             seed: self.seed,

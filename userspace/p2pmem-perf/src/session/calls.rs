@@ -2,12 +2,10 @@
 
 //! Two-sided calls: the client sends the payload, the server's processor copies it to the server's memory and replies.
 
-use std::sync::atomic::Ordering;
-
 use anyhow::{ensure, Context, Result};
 use p2pmem_verbs::{Request, Work};
 
-use super::{cpu_time, slots, word, NicSession, Run, Served, PEER_WORD, WORD};
+use super::{cpu_time, word, NicSession, Run, Served, PEER_WORD, WORD};
 use crate::stats::Times;
 use crate::waiter::Waiter;
 
@@ -23,11 +21,11 @@ impl NicSession {
     /// A call does not arrive within the limit, or is not the expected one.
     pub(super) fn serve_calls(&self, size: u64, waiter: &Waiter) -> Result<Served> {
         let before = cpu_time();
-        let slots = slots(&self.test, size);
+        let (slots, messages) = (self.test.slots(size), self.chunks(size));
         let received = self.bounce.as_ref().context("no memory for calls")?;
-        let (messages, span) = (self.test.messages(size), self.memory.span());
+        let span = self.memory.span();
         let (mut came, mut replied) = (0, 0);
-        let mut posted = messages.min(self.receives(&slots));
+        let mut posted = messages.min(self.receives(size, &slots));
         let (mut completions, mut replies) = (Vec::new(), Vec::new());
         while replied < messages {
             waiter.next(&mut completions, &|| format!("call {came} of {messages}"))?;
@@ -91,21 +89,20 @@ impl Run<'_> {
     pub(super) fn with_replies(mut self) -> Result<(Times, u64)> {
         let session = self.session;
         let depth = u64::from(session.test.depth).min(self.slots.target);
-        let first = depth.min(self.messages);
+        let first = depth.min(self.chunks);
         (0..first).try_for_each(|call| session.receive_reply(call))?;
         let (mut receives, mut posted, mut sent, mut done) = (first, 0, 0, 0);
         let mut completions = Vec::new();
-        while done < self.messages || sent < self.messages {
-            while posted < self.messages && posted - done.min(sent) < depth {
-                let request = self.message(posted)?;
+        while done < self.chunks || sent < self.chunks {
+            while posted < self.chunks && posted - done.min(sent) < depth {
+                let request = self.chunk(posted)?;
                 self.requests.push(request);
-                self.times.posted.push(self.now());
+                self.clock.post();
                 posted += 1;
             }
             self.post()?;
             self.waiter
-                .next(&mut completions, &|| format!("the reply to call {done} of {}", self.messages))?;
-            let now = self.now();
+                .next(&mut completions, &|| format!("the reply to call {done} of {}", self.chunks))?;
             for completion in &completions {
                 if completion.id & RECEIVE == 0 {
                     ensure!(
@@ -128,15 +125,14 @@ impl Run<'_> {
                     "the server reports {handled} calls: at least {} and at most {posted} are possible",
                     done + 1
                 );
-                self.times.done.push(now);
+                self.clock.finish(1);
                 done += 1;
-                if receives < self.messages {
+                if receives < self.chunks {
                     session.receive_reply(receives)?;
                     receives += 1;
                 }
             }
-            self.progress.store(done, Ordering::Relaxed);
         }
-        Ok((self.times, 0))
+        Ok((self.clock.times(), 0))
     }
 }

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
@@ -164,6 +165,41 @@ impl Span {
         unsafe { access::copy(from, to, len) }
     }
 
+    /// Sends bytes from byte `at` to a socket: the kernel copies from this memory. Returns the number of bytes sent, which
+    /// can be smaller than `len`.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `send()`; EPIPE causes no signal. EFAULT if the memory's provider was removed.
+    ///
+    /// # Panics
+    ///
+    /// The bytes are not inside the span.
+    pub fn send(&self, at: usize, len: usize, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let from = self.at(at, len);
+        // SAFETY: `at()` checked that the source is inside the mapping. The kernel reports inaccessible pages as EFAULT.
+        let sent = unsafe { libc::send(socket.as_raw_fd(), from.cast(), len, libc::MSG_NOSIGNAL) };
+        usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    }
+
+    /// Receives up to `len` bytes from a socket to byte `at`: the kernel copies to this memory. Returns the number of bytes
+    /// received: 0 if the peer ended the connection.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `recv()`. EFAULT if the memory's provider was removed.
+    ///
+    /// # Panics
+    ///
+    /// The bytes are not inside the span.
+    pub fn receive(&self, at: usize, len: usize, socket: BorrowedFd<'_>) -> io::Result<usize> {
+        let to = self.at(at, len);
+        // SAFETY: `at()` checked that the target is inside the mapping, to which no reference exists. The kernel reports
+        // inaccessible pages as EFAULT.
+        let received = unsafe { libc::recv(socket.as_raw_fd(), to.cast(), len, 0) };
+        usize::try_from(received).map_err(|_| io::Error::last_os_error())
+    }
+
     /// Orders preceding writes before subsequent accesses, as devices see them.
     pub fn flush(&self) {
         access::store_fence();
@@ -205,6 +241,32 @@ mod tests {
         span.read(4088, &mut word);
         assert_eq!(u64::from_le_bytes(word), 7);
         assert_eq!(span.len(), 4096);
+    }
+
+    #[test]
+    fn sockets_move_bytes_between_spans() {
+        use std::os::fd::AsFd;
+        use std::os::unix::net::UnixStream;
+        let (one, other) = UnixStream::pair().unwrap();
+        let (from, to) = (Span::host(4096).unwrap(), Span::host(4096).unwrap());
+        from.write(8, b"payload");
+        assert_eq!(from.send(8, 7, one.as_fd()).unwrap(), 7);
+        assert_eq!(to.receive(16, 4080, other.as_fd()).unwrap(), 7);
+        let mut back = [0; 7];
+        to.read(16, &mut back);
+        assert_eq!(&back, b"payload");
+        drop(other);
+        let error = from.send(0, 8, one.as_fd()).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EPIPE));
+        assert_eq!(to.receive(0, 8, one.as_fd()).unwrap(), 0);
+    }
+
+    #[test]
+    #[should_panic(expected = "not inside")]
+    fn a_socket_cannot_read_outside_the_span() {
+        use std::os::fd::AsFd;
+        let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let _ = Span::host(4096).unwrap().send(4090, 8, one.as_fd());
     }
 
     #[test]
