@@ -72,7 +72,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     test.check().map_err(anyhow::Error::msg)?;
     let nics = open_nics(&own.nic)?;
     // With staged messages, as much host memory may be needed as memory.
-    let most = if test.staged { args.most / 2 } else { args.most };
+    let most = if test.staged || test.mode == Mode::Rpc { args.most / 2 } else { args.most };
     test.space = test.space.min(most).min(space(own, &nics)?);
     test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
