@@ -13,9 +13,11 @@ use p2pmem::human_size;
 
 use crate::cli::{OwnArgs, ServeArgs};
 use crate::session::{describe, needs, open_nics, NicSession, Role, Served};
+use crate::stream;
 use crate::waiter::Stop;
 use crate::wire::{
-    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, ServerResult, Side, Test, VERSION,
+    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, PeerMemory, ServerResult, Side, Test,
+    VERSION,
 };
 
 /// Wait for a message of the client between two checks of the sessions.
@@ -58,8 +60,10 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
 }
 
 fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
-    let FromClient::Hello { version, test } = control.receive()? else {
-        bail!("expected the message `hello` of the client");
+    let (version, test) = match control.receive()? {
+        FromClient::Hello { version, test } => (version, test),
+        FromClient::Stream { version, request } => return stream::server::serve(control, args, version, &request),
+        _ => bail!("expected the message `hello` of the client"),
     };
     ensure!(
         version == VERSION,
@@ -108,11 +112,21 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
 /// Returns the server's options for a test. If the client chooses the memory, it also chooses the provider: the server's
 /// own may be of another kind.
 fn own_args(own: &OwnArgs, test: &Test) -> Result<OwnArgs> {
-    let mut own = own.clone();
+    let mut own = with_peer_memory(own, test.peer.as_ref())?;
     if let Some(how) = test.peer_waits {
         own.set_how(how);
     }
-    if let Some(peer) = &test.peer {
+    Ok(own)
+}
+
+/// Returns the server's options with the memory that the client has chosen.
+///
+/// # Errors
+///
+/// This version of the program does not know the kind of memory.
+pub fn with_peer_memory(own: &OwnArgs, peer: Option<&PeerMemory>) -> Result<OwnArgs> {
+    let mut own = own.clone();
+    if let Some(peer) = peer {
         own.memory = peer.kind().map_err(anyhow::Error::msg)?;
         own.device.clone_from(&peer.device);
     }

@@ -163,7 +163,12 @@ impl Inner {
         let late = complete - progress.sequence;
         progress.sequence += late;
         progress.dropped += late;
-        (Next::Again, late)
+        if progress.sequence >= limit {
+            return (Next::Again, late);
+        }
+        // A wait also if frames are due more often than the worker looks: others need the lock.
+        let due = self.start + settings.time_of(progress.sequence + 1);
+        (Next::Wait(Some(due)), late)
     }
 }
 

@@ -46,7 +46,10 @@ struct Bench {
 
 impl Bench {
     fn new() -> Self {
-        let clock = Clock::manual();
+        Self::with(Clock::manual())
+    }
+
+    fn with(clock: Clock) -> Self {
         let settings = Settings {
             memory: SIZE,
             clock: clock.clone(),
@@ -278,6 +281,21 @@ fn frames_come_at_the_rate_and_late_readers_lose_counted_frames() {
     assert_eq!(bench.counter(Counter::Dropped), 5);
     let state = bench.shared.state();
     assert_eq!((state.produced, state.consumed, state.dropped), (6, 2, 5));
+}
+
+#[test]
+fn registers_answer_while_frames_are_dropped_at_the_highest_rate() {
+    let mut bench = Bench::with(Clock::default());
+    let setup = Setup {
+        frame_size: 128,
+        rate: MAX_RATE,
+        ..RING
+    };
+    assert_eq!(bench.start(setup), Status::Running);
+    while bench.client().read64(0, reg::DROPPED).unwrap() == 0 {}
+    bench.write32(reg::CONTROL, 0);
+    let stopped = |status| status == Status::Idle as u32;
+    bench.client().poll32(0, reg::STATUS, TIMEOUT, stopped).unwrap();
 }
 
 #[test]
