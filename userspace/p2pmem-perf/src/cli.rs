@@ -10,6 +10,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::matrix::MatrixArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, window, Sizes};
+use crate::stream::StreamArgs;
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
 
@@ -47,6 +48,8 @@ pub enum Command {
     Matrix(MatrixArgs),
     /// Compare two-sided calls with one-sided ones: latency, and processor time of client and server.
     Rpc(RpcArgs),
+    /// Stream frames of samples to a server, and print the rolling average of the rate.
+    Stream(StreamArgs),
     /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
     /// End a buffer while its registration is kept, for stale-run.

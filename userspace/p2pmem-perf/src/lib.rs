@@ -5,8 +5,8 @@
 //! [`client`] and [`server`] agree on a test over TCP ([`wire`]); [`client::measure`] runs one and reports to an
 //! [`observer`]; [`matrix`] runs one for each pair of memories. Each NIC's part of the test is a [`session`], with
 //! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
-//! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA.
-//! [`registration`] measures the time of a registration; [`stale`] tries to write
+//! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA; [`stream`] sends a continuous flow
+//! of frames. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
 
 pub mod cli;
@@ -24,6 +24,7 @@ pub mod session;
 pub mod sizes;
 pub mod stale;
 pub mod stats;
+pub mod stream;
 pub mod tcp;
 pub mod waiter;
 pub mod wire;
@@ -72,6 +73,7 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
         Command::Rpc(args) => rpc::run(args, cli.json, out).map(|()| true),
         Command::StaleServe(args) => stale::serve(args).map(|()| true),
         Command::StaleRun(args) => stale::run(args, cli.json, out),
+        Command::Stream(args) => stream::client::run(args, cli.json, out),
         Command::Register(args) => registration::register(args, cli.json, out).map(|()| true),
     }
 }

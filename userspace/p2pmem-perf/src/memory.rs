@@ -79,6 +79,14 @@ impl Memory {
         self.provider.as_ref()
     }
 
+    /// Returns the offset of a buffer in the BAR of its provider, if it is known; `None` for host memory.
+    pub fn bar_offset(&self) -> Option<u64> {
+        match &self.registered {
+            Registered::Host(_) => None,
+            Registered::Buffer(_, buffer) => buffer.bar_offset(),
+        }
+    }
+
     /// Returns the registration method.
     pub fn method(&self) -> String {
         match &self.registered {

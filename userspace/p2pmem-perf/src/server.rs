@@ -14,11 +14,12 @@ use p2pmem_verbs::Nic;
 use crate::cli::{OwnArgs, ServeArgs};
 use crate::memory::{self, MemoryOptions};
 use crate::session::{describe, open_nics, NicSession, Role, Served};
+use crate::stream;
 use crate::tcp::PayloadListener;
 use crate::waiter::Stop;
 use crate::wire::{
-    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, Mode, ServerResult, Side, Test,
-    VERSION,
+    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, Mode, PeerMemory, ServerResult, Side,
+    Test, VERSION,
 };
 
 /// Wait for a message of the client between two checks of the sessions.
@@ -61,8 +62,10 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
 }
 
 fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
-    let FromClient::Hello { version, mut test } = control.receive()? else {
-        bail!("expected the message `hello` of the client");
+    let (version, mut test) = match control.receive()? {
+        FromClient::Hello { version, test } => (version, test),
+        FromClient::Stream { version, request } => return stream::server::serve(control, args, version, &request),
+        _ => bail!("expected the message `hello` of the client"),
     };
     ensure!(
         version == VERSION,
@@ -72,7 +75,11 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     test.check().map_err(anyhow::Error::msg)?;
     let nics = open_nics(&own.nic)?;
     // With staged messages, as much host memory may be needed as memory.
-    let most = if test.staged || test.mode == Mode::Rpc { args.most / 2 } else { args.most };
+    let most = if test.staged || test.mode == Mode::Rpc {
+        args.most / 2
+    } else {
+        args.most
+    };
     test.space = test.space.min(most).min(space(own, &nics)?);
     test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
@@ -119,11 +126,21 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
 /// Returns the server's options for a test. If the client chooses the memory, it also chooses the provider: the server's
 /// own may be of another kind.
 fn own_args(own: &OwnArgs, test: &Test) -> Result<OwnArgs> {
-    let mut own = own.clone();
+    let mut own = with_peer_memory(own, test.peer.as_ref())?;
     if let Some(how) = test.peer_waits {
         own.set_how(how);
     }
-    if let Some(peer) = &test.peer {
+    Ok(own)
+}
+
+/// Returns the server's options with the memory that the client has chosen.
+///
+/// # Errors
+///
+/// This version of the program does not know the kind of memory.
+pub fn with_peer_memory(own: &OwnArgs, peer: Option<&PeerMemory>) -> Result<OwnArgs> {
+    let mut own = own.clone();
+    if let Some(peer) = peer {
         own.memory = peer.kind().map_err(anyhow::Error::msg)?;
         own.device.clone_from(&peer.device);
     }

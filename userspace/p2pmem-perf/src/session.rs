@@ -103,7 +103,7 @@ pub struct Ran {
 }
 
 /// Returns the processor time that this thread has used.
-fn cpu_time() -> Duration {
+pub(crate) fn cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     // The clock starts at zero.
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
@@ -218,22 +218,7 @@ impl NicSession {
     ///
     /// The two NICs have different link layers, or the NIC rejects the address.
     pub fn connect(&mut self, other: Endpoint) -> Result<()> {
-        let name = self.nic.name();
-        ensure!(
-            self.own.address.link == other.address.link,
-            "{name} is on {:?}, but {} of the other side is on {:?}: select NICs on the same network (--nic)",
-            self.own.address.link,
-            other.nic,
-            other.address.link
-        );
-        self.queue
-            .connect(&self.own.address, self.gid_index, &other.address, RETRIES)
-            .with_context(|| {
-                format!(
-                    "connecting {name} to {} of the other side: on Ethernet, select GIDs on the same network (--gid-index)",
-                    other.nic
-                )
-            })?;
+        connect_queue(&self.queue, &self.own, &other, self.gid_index)?;
         self.other = Some(other);
         Ok(())
     }
@@ -721,6 +706,30 @@ pub fn own_endpoint(queue: &QueuePair, own: &OwnArgs, payload: Window, handled: 
         payload,
         handled,
     })
+}
+
+/// Connects a queue pair to the peer's queue pair.
+///
+/// # Errors
+///
+/// The two NICs have different link layers, or the NIC rejects the address.
+pub fn connect_queue(queue: &QueuePair, own: &Endpoint, other: &Endpoint, gid_index: u8) -> Result<()> {
+    let name = &own.nic;
+    ensure!(
+        own.address.link == other.address.link,
+        "{name} is on {:?}, but {} of the other side is on {:?}: select NICs on the same network (--nic)",
+        own.address.link,
+        other.nic,
+        other.address.link
+    );
+    queue
+        .connect(&own.address, gid_index, &other.address, RETRIES)
+        .with_context(|| {
+            format!(
+                "connecting {name} to {} of the other side: on Ethernet, select GIDs on the same network (--gid-index)",
+                other.nic
+            )
+        })
 }
 
 /// Opens the named NICs; without names, the first NIC with an active port.

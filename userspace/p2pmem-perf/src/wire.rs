@@ -18,6 +18,9 @@
 //!   server: finished        }   result of the check of the server's memory
 //! client: bye
 //! ```
+//! A client that streams sends `stream` in place of `hello`, and gets `streamwelcome`. Then follow `streamconnect`,
+//! `ready`, `alive` while frames are in flight, `finish`, and `streamed` with the server's result.
+//!
 //! Instead of any message, a side that cannot continue sends `failed` with a reason.
 
 use std::io::{ErrorKind, Read, Write};
@@ -33,6 +36,7 @@ use serde::{Deserialize, Serialize};
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
 use crate::sizes::{check_message, check_window, chunk, Sizes, Slots};
+use crate::stream::protocol::{Layout, StreamRequest, StreamResult};
 use crate::waiter::How;
 
 /// Version of the protocol.
@@ -235,7 +239,8 @@ impl Test {
             "a doorbell posts 1 request to as many as are in flight: use a --batch of 1 to --depth",
         )?;
         no(
-            self.batch.is_some() && (self.sizes.iter().any(|size| self.has_handshake(*size)) || !self.mode.is_one_sided()),
+            self.batch.is_some()
+                && (self.sizes.iter().any(|size| self.has_handshake(*size)) || !self.mode.is_one_sided()),
             "only RDMA WRITEs and READs without handshake are posted in batches: use --mode write or read",
         )?;
         no(
@@ -363,8 +368,22 @@ pub enum FromClient {
         /// Parameters of the test.
         test: Test,
     },
+    /// The first message of a stream.
+    Stream {
+        /// [`VERSION`] of the client.
+        version: u32,
+        /// Parameters of the stream.
+        request: StreamRequest,
+    },
     /// The client's queue pairs and memory.
     Connect(Vec<Endpoint>),
+    /// The client's queue pair and memory for a stream.
+    StreamConnect {
+        /// The queue pair. `handled` is the word for the server's credit.
+        endpoint: Endpoint,
+        /// Bytes of a frame: at most those of the server's slots.
+        chunk: u64,
+    },
     /// Messages of this size follow.
     Start(u64),
     /// Messages are still in flight.
@@ -404,12 +423,25 @@ pub enum FromServer {
         /// The server's queue pairs and memory.
         endpoints: Vec<Endpoint>,
     },
+    /// The answer to `stream`.
+    StreamWelcome {
+        /// [`VERSION`] of the server.
+        version: u32,
+        /// The server's NIC and memory.
+        side: Side,
+        /// The server's queue pair, and its memory for frames.
+        endpoint: Endpoint,
+        /// The slots of this memory.
+        layout: Layout,
+    },
     /// The server's queue pairs are connected.
     Ready,
     /// The server's memory is prepared for the size.
     Started,
     /// The server's result for each NIC.
     Finished(Vec<ServerResult>),
+    /// The server's result for a stream.
+    Streamed(StreamResult),
     /// The server cannot continue.
     Failed(String),
 }
@@ -557,7 +589,9 @@ impl Control {
 /// Returns the version of a first message that this version of the program cannot parse.
 fn version_of(line: &[u8]) -> Option<u64> {
     let message: serde_json::Value = serde_json::from_slice(line).ok()?;
-    let first = ["hello", "welcome"].iter().find_map(|name| message.get(name))?;
+    let first = ["hello", "welcome", "stream", "streamwelcome"]
+        .iter()
+        .find_map(|name| message.get(name))?;
     first.get("version")?.as_u64()
 }
 

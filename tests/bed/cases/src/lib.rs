@@ -38,6 +38,7 @@ mod dmabuf_end;
 mod doctor;
 mod faults;
 mod faults_load;
+mod fpga;
 mod good;
 mod growth;
 mod hostile;
@@ -104,6 +105,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(pressure::CASES)
         .chain(reset::CASES)
         .chain(rings::CASES)
+        .chain(fpga::CASES)
         .chain(unplug::CASES)
         .chain(place::CASES)
         .chain(bridges::CASES)

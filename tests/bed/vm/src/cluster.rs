@@ -68,7 +68,7 @@ impl Cluster {
             .iter()
             .map(|folder| Vm::paths(folder.path()))
             .collect::<Result<Vec<_>>>()?;
-        let models: Vec<Models> = if layout.nodes.iter().any(|node| node.topology.has_nic()) {
+        let models: Vec<Models> = if layout.nodes.iter().any(|node| node.topology.needs_fabric()) {
             models::fabric(&sibling("p2pmem-fabric")?, layout, &paths, dir.path())?
         } else {
             let accel = sibling("p2pmem-accel")?;

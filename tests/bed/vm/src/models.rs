@@ -2,8 +2,8 @@
 
 //! The processes of emulated devices: starts them, and sends requests to the devices' control sockets.
 //!
-//! In a machine without a NIC, each accelerator has its own process. NICs access the memory of accelerators and of each
-//! other inside one process. If there is a NIC, one process therefore serves all NICs and accelerators of all guests.
+//! In a machine without a NIC or an FPGA, each accelerator has its own process. NICs access the memory of other devices
+//! inside one process. If there is a NIC or an FPGA, one process therefore serves all devices of all guests.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -91,7 +91,8 @@ impl Model {
 ///
 /// # Errors
 ///
-/// A process cannot be started or does not listen in time (the error has its last log lines), or the machine has a NIC.
+/// A process cannot be started or does not listen in time (the error has its last log lines), or the machine has a NIC
+/// or an FPGA.
 pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Models> {
     let mut models = Models::new();
     for device in &topology.device {
@@ -111,14 +112,16 @@ pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Mo
                 let process = Arc::new(process);
                 models.insert(name.clone(), Model { process, control });
             }
-            Device::Nic { name, .. } => bail!("device {name}: a NIC is served together with all others"),
+            Device::Nic { name, .. } | Device::Fpga { name, .. } => {
+                bail!("device {name}: a NIC or an FPGA is served together with all others")
+            }
             Device::Nvme { .. } | Device::Ivshmem { .. } => {}
         }
     }
     Ok(models)
 }
 
-/// Starts the process that serves all NICs and accelerators of all nodes. Returns the devices of each node, in order.
+/// Starts the process that serves all emulated devices of all nodes. Returns the devices of each node, in order.
 ///
 /// # Errors
 ///
@@ -188,7 +191,8 @@ struct ConfigSwitch {
 struct ConfigNode {
     name: String,
     nic: Vec<ConfigNic>,
-    accel: Vec<ConfigAccel>,
+    accel: Vec<ConfigMemory>,
+    fpga: Vec<ConfigMemory>,
 }
 
 #[derive(Debug, Serialize)]
@@ -201,8 +205,9 @@ struct ConfigNic {
     bytes_per_second: Option<String>,
 }
 
+/// A device with memory: an accelerator or an FPGA.
 #[derive(Debug, Serialize)]
-struct ConfigAccel {
+struct ConfigMemory {
     name: String,
     socket: PathBuf,
     control: PathBuf,
@@ -226,6 +231,7 @@ impl Config {
                 },
                 nic: Vec::new(),
                 accel: Vec::new(),
+                fpga: Vec::new(),
             };
             for device in &node.topology.device {
                 let name = device.name().to_owned();
@@ -246,13 +252,17 @@ impl Config {
                             bytes_per_second: bytes_per_second.map(|rate| rate.0.to_string()),
                         });
                     }
-                    Device::Accel { memory, .. } => {
-                        let memory = format!("{}M", memory.0 >> 20);
-                        entry.accel.push(ConfigAccel {
+                    Device::Accel { memory, .. } | Device::Fpga { memory, .. } => {
+                        let list = if matches!(device, Device::Accel { .. }) {
+                            &mut entry.accel
+                        } else {
+                            &mut entry.fpga
+                        };
+                        list.push(ConfigMemory {
                             name,
                             socket,
                             control,
-                            memory,
+                            memory: format!("{}M", memory.0 >> 20),
                         });
                     }
                     Device::Nvme { .. } | Device::Ivshmem { .. } => {}
@@ -290,6 +300,12 @@ mod tests {
             assert_eq!(entry["accel"][0]["memory"].as_str(), Some("256M"));
             assert_eq!(nic.get("bytes_per_second"), None);
         }
+        let text = include_str!("../../topologies/transfer.toml");
+        let layout = Layout::parse("transfer", text).unwrap();
+        let config = toml::to_string(&Config::new(&layout, &paths)).unwrap();
+        let config: toml::Table = toml::from_str(&config).unwrap();
+        assert_eq!(config["node"][1]["fpga"][0]["memory"].as_str(), Some("64M"));
+        assert_eq!(config["node"][1]["accel"].as_array().unwrap().len(), 1);
         let slow = include_str!("../../topologies/rdma.toml");
         let slow = slow.replace("name = \"nic0\"", "name = \"nic0\"\nbytes_per_second = \"64M\"");
         let config = Config::new(&Layout::parse("slow", &slow).unwrap(), &paths);

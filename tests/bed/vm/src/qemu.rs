@@ -153,7 +153,7 @@ pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&E
             bail!("device {name:?} has no port")
         };
         let mut options = match device {
-            Device::Accel { .. } | Device::Nic { .. } => {
+            Device::Accel { .. } | Device::Fpga { .. } | Device::Nic { .. } => {
                 let socket = paths.device_socket(name);
                 let socket = utf8(&socket)?;
                 json!({ "driver": "vfio-user-pci", "id": name, "bus": bus, "socket": { "type": "unix", "path": socket } })

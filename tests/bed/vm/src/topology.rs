@@ -210,6 +210,15 @@ pub enum Device {
         /// Size of its memory BAR.
         memory: Size,
     },
+    /// The FPGA model, a vfio-user process.
+    Fpga {
+        /// Its name.
+        name: String,
+        /// The bridge it is below.
+        parent: String,
+        /// Size of its memory BAR.
+        memory: Size,
+    },
     /// QEMU's NVMe drive.
     Nvme {
         /// Its name.
@@ -259,6 +268,7 @@ impl Device {
     pub fn name(&self) -> &str {
         match self {
             Device::Accel { name, .. }
+            | Device::Fpga { name, .. }
             | Device::Nvme { name, .. }
             | Device::Ivshmem { name, .. }
             | Device::Nic { name, .. } => name,
@@ -269,6 +279,7 @@ impl Device {
     pub fn parent(&self) -> &str {
         match self {
             Device::Accel { parent, .. }
+            | Device::Fpga { parent, .. }
             | Device::Nvme { parent, .. }
             | Device::Ivshmem { parent, .. }
             | Device::Nic { parent, .. } => parent,
@@ -279,6 +290,7 @@ impl Device {
     pub fn kind(&self) -> &'static str {
         match self {
             Device::Accel { .. } => "accel",
+            Device::Fpga { .. } => "fpga",
             Device::Nvme { .. } => "nvme",
             Device::Ivshmem { .. } => "ivshmem",
             Device::Nic { .. } => "nic",
@@ -287,13 +299,13 @@ impl Device {
 
     /// Returns whether a process of the test bed emulates the device, through vfio-user.
     pub fn is_model(&self) -> bool {
-        matches!(self, Device::Accel { .. } | Device::Nic { .. })
+        matches!(self, Device::Accel { .. } | Device::Fpga { .. } | Device::Nic { .. })
     }
 
     /// Returns the bytes of memory that the device can publish, or 0.
     pub fn memory(&self) -> u64 {
         match self {
-            Device::Accel { memory, .. } => memory.0,
+            Device::Accel { memory, .. } | Device::Fpga { memory, .. } => memory.0,
             Device::Nvme { cmb_size_mb, .. } => u64::from(cmb_size_mb.unwrap_or(0)) << 20,
             Device::Ivshmem { size, .. } => size.0,
             Device::Nic { .. } => 0,
@@ -442,6 +454,13 @@ impl Topology {
     /// Returns whether the machine has a NIC.
     pub fn has_nic(&self) -> bool {
         self.device.iter().any(|device| matches!(device, Device::Nic { .. }))
+    }
+
+    /// Returns whether the process `p2pmem-fabric` serves the emulated devices: it serves NICs and FPGAs, and all devices
+    /// beside them.
+    pub fn needs_fabric(&self) -> bool {
+        let fpga = self.device.iter().any(|device| matches!(device, Device::Fpga { .. }));
+        fpga || self.has_nic()
     }
 
     /// Returns the bridge `name`.

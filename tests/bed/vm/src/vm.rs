@@ -151,7 +151,7 @@ impl Vm {
     pub fn boot(topology: &Topology, options: &Options) -> Result<Vm> {
         let dir = folder()?;
         let paths = Vm::paths(dir.path())?;
-        let models = if topology.has_nic() {
+        let models = if topology.needs_fabric() {
             let layout = Layout::alone(topology.clone());
             let mut models = models::fabric(&sibling("p2pmem-fabric")?, &layout, &[paths], dir.path())?;
             models.pop().context("devices of the only node")?

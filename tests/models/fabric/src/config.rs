@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Configuration of a fabric process, in TOML: NICs and accelerators of one or more guests, and the switches between
-//! the NICs. The whole file is checked before any device is created.
+//! Configuration of a fabric process, in TOML: NICs, accelerators and FPGAs of one or more guests, and the switches
+//! between the NICs. The whole file is checked before any device is created.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -58,6 +58,9 @@ pub struct Node {
     /// Accelerators of the guest.
     #[serde(default)]
     pub accel: Vec<Accel>,
+    /// FPGAs of the guest.
+    #[serde(default)]
+    pub fpga: Vec<Fpga>,
 }
 
 /// The PCIe link of a device.
@@ -113,6 +116,27 @@ pub struct Accel {
     link_width: u8,
 }
 
+/// An FPGA.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fpga {
+    /// Name of the FPGA, unique in its node. NICs count transfers with its memory under this name.
+    pub name: String,
+    socket: PathBuf,
+    control: Option<PathBuf>,
+    counters: Option<PathBuf>,
+    /// Size of the memory behind BAR 2, in bytes.
+    #[serde(default = "default_fpga_memory", deserialize_with = "deserialize_size")]
+    pub memory: u64,
+    /// Device serial number.
+    #[serde(default)]
+    pub serial: u64,
+    #[serde(default = "default_gen")]
+    link_gen: u8,
+    #[serde(default = "default_width")]
+    link_width: u8,
+}
+
 fn default_switch() -> String {
     DEFAULT_SWITCH.to_owned()
 }
@@ -127,6 +151,10 @@ fn default_width() -> u8 {
 
 fn default_memory() -> u64 {
     256 << 20
+}
+
+fn default_fpga_memory() -> u64 {
+    64 << 20
 }
 
 fn deserialize_size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
@@ -213,7 +241,8 @@ impl Config {
                 .accel
                 .iter()
                 .map(|accel| (&accel.name, accel.paths(), accel.pcie()));
-            for (name, device_paths, pcie) in nics.chain(accels) {
+            let fpgas = node.fpga.iter().map(|fpga| (&fpga.name, fpga.paths(), fpga.pcie()));
+            for (name, device_paths, pcie) in nics.chain(accels).chain(fpgas) {
                 let what = format!("node {:?}: device {name:?}", node.name);
                 if name.is_empty() || !names.insert(name) {
                     return error(&what, "the name is empty, reserved or in use".into());
@@ -237,14 +266,13 @@ impl Config {
                     return error(&what, format!("GUID {:#x} is zero or in use", nic.guid()));
                 }
             }
-            for accel in &node.accel {
-                if !accel.memory.is_power_of_two() || accel.memory < 4096 {
+            let accels = node.accel.iter().map(|accel| (&accel.name, accel.memory));
+            let fpgas = node.fpga.iter().map(|fpga| (&fpga.name, fpga.memory));
+            for (name, memory) in accels.chain(fpgas) {
+                if !memory.is_power_of_two() || memory < 4096 {
                     return error(
-                        &format!("node {:?}: device {:?}", node.name, accel.name),
-                        format!(
-                            "memory of {} bytes: it must be a power of two, 4096 or more",
-                            accel.memory
-                        ),
+                        &format!("node {:?}: device {name:?}", node.name),
+                        format!("memory of {memory} bytes: it must be a power of two, 4096 or more"),
                     );
                 }
             }
@@ -254,7 +282,8 @@ impl Config {
 
     /// Number of devices.
     pub fn devices(&self) -> usize {
-        self.node.iter().map(|node| node.nic.len() + node.accel.len()).sum()
+        let devices = |node: &Node| node.nic.len() + node.accel.len() + node.fpga.len();
+        self.node.iter().map(devices).sum()
     }
 }
 
@@ -314,6 +343,26 @@ impl Accel {
     }
 }
 
+impl Fpga {
+    /// Paths of the FPGA's sockets and files.
+    pub fn paths(&self) -> DevicePaths {
+        DevicePaths {
+            socket: self.socket.clone(),
+            control: self.control.clone(),
+            counters: self.counters.clone(),
+        }
+    }
+
+    /// The PCIe link of the FPGA.
+    ///
+    /// # Errors
+    ///
+    /// The speed or width is invalid. [`Config::parse`] excludes that.
+    pub fn pcie(&self) -> Result<PcieLink, String> {
+        pcie(self.link_gen, self.link_width)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -336,6 +385,10 @@ mod tests {
         socket = "/run/a/accel0.sock"
         counters = "/run/a/accel0.json"
         memory = "1G"
+        [[node.fpga]]
+        name = "fpga0"
+        socket = "/run/a/fpga0.sock"
+        memory = "32M"
         [[node]]
         name = "b"
         [[node.nic]]
@@ -347,9 +400,10 @@ mod tests {
     fn omitted_keys_have_defaults() {
         let config = Config::parse(TWO_NODES).unwrap();
         assert_eq!(config.switch[0].name, "sw");
-        assert_eq!(config.devices(), 4);
+        assert_eq!(config.devices(), 5);
         let [a, b] = &*config.node else { panic!() };
         assert_eq!((a.nic[0].switch.as_str(), a.accel[0].memory), ("sw", 1 << 30));
+        assert_eq!(a.fpga[0].memory, 32 << 20);
         assert_eq!(a.nic[0].pcie().unwrap().speed, LinkSpeed::Gen4);
         let second = a.nic[1].pcie().unwrap();
         assert_eq!((second.speed, second.lanes), (LinkSpeed::Gen5, 8));
@@ -391,6 +445,8 @@ mod tests {
             ("\"64M\"", "\"0\"", "a rate of 0 bytes per second"),
             ("\"64M\"", "\"fast\"", "not a size"),
             ("\"1G\"", "\"3G\"", "power of two"),
+            ("\"32M\"", "\"2K\"", "device \"fpga0\": memory of 2048 bytes"),
+            ("\"fpga0\"\n", "\"accel0\"\n", "device \"accel0\": the name"),
             ("\"1G\"", "\"much\"", "not a size"),
             ("\"1G\"", "7", "expected a string"),
             (

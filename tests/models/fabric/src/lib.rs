@@ -14,6 +14,7 @@
 mod accel;
 pub mod config;
 pub mod control;
+mod fpga;
 pub mod logging;
 mod nic;
 pub mod serving;

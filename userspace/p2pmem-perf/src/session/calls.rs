@@ -101,8 +101,9 @@ impl Run<'_> {
                 posted += 1;
             }
             self.post()?;
-            self.waiter
-                .next(&mut completions, &|| format!("the reply to call {done} of {}", self.chunks))?;
+            self.waiter.next(&mut completions, &|| {
+                format!("the reply to call {done} of {}", self.chunks)
+            })?;
             for completion in &completions {
                 if completion.id & RECEIVE == 0 {
                     ensure!(

@@ -19,7 +19,7 @@ enum Owner {
     /// A mapping of this module, anonymous or of a file.
     Own,
     /// A mapping of a buffer.
-    Buffer(#[allow(dead_code)] Mapping),
+    Buffer(Mapping),
 }
 
 /// Memory that devices may read and write at any time: host memory or a mapped buffer.
@@ -152,6 +152,34 @@ impl Span {
         let to = self.at(at, from.len());
         // SAFETY: `at()` checked that the target is inside the mapping.
         unsafe { access::write(to, from) }
+    }
+
+    /// Reads bytes as [`Span::read`] does. If the memory is a buffer whose provider was removed, returns an error, and does
+    /// not raise SIGBUS.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Mapping::try_copy_to_slice`].
+    pub fn try_read(&self, at: usize, to: &mut [u8]) -> p2pmem::Result<()> {
+        match &self.inner.owner {
+            Owner::Own => self.read(at, to),
+            Owner::Buffer(mapping) => mapping.try_copy_to_slice(at, to)?,
+        }
+        Ok(())
+    }
+
+    /// Writes bytes as [`Span::write`] does. If the memory is a buffer whose provider was removed, returns an error, and
+    /// does not raise SIGBUS.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Mapping::try_copy_from_slice`].
+    pub fn try_write(&self, at: usize, from: &[u8]) -> p2pmem::Result<()> {
+        match &self.inner.owner {
+            Owner::Own => self.write(at, from),
+            Owner::Buffer(mapping) => mapping.try_copy_from_slice(at, from)?,
+        }
+        Ok(())
     }
 
     /// Copies `len` bytes to another span.

@@ -180,7 +180,7 @@ fn check_device(device: &Device, seen: &BTreeMap<&str, &str>) -> Result<()> {
         Device::Nic { switch, .. } => {
             check_name(switch, &BTreeMap::new()).with_context(|| format!("switch {switch:?}"))?;
         }
-        Device::Accel { memory: size, .. } | Device::Ivshmem { size, .. } => {
+        Device::Accel { memory: size, .. } | Device::Fpga { memory: size, .. } | Device::Ivshmem { size, .. } => {
             ensure!(
                 size.0.is_power_of_two() && size.0 >= 1 << 20,
                 "a BAR's size is a power of two from 1M up"

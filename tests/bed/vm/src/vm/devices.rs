@@ -90,7 +90,7 @@ impl Vm {
         let options = self.plan.devices.get(name).context("planned devices")?.clone();
         let size = match self.known(name)? {
             Device::Ivshmem { size, .. } => size.0,
-            Device::Accel { .. } | Device::Nic { .. } => {
+            Device::Accel { .. } | Device::Fpga { .. } | Device::Nic { .. } => {
                 bail!("device {name}: a vfio-user device cannot be unplugged, so it is there")
             }
             // QEMU cannot plug a namespace into a running drive, but it can plug a drive that has a namespace.

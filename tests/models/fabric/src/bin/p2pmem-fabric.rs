@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Serves NICs and accelerators of one or more guests. Each device serves one QEMU after another on a vfio-user socket
+//! Serves NICs, accelerators and FPGAs of one or more guests. Each device serves one QEMU after another on a vfio-user socket
 //! of its own.
 //!
 //! Devices of one guest access each other's memory directly, at the addresses that the guest assigns to the BARs. NICs
@@ -19,12 +19,13 @@ use p2pmem_fabric::config::{self, Config};
 use p2pmem_fabric::control::Control;
 use p2pmem_fabric::logging;
 use p2pmem_fabric::serving::{DeviceServer, ProcessShutdown};
+use p2pmem_fpga::Fpga;
 use p2pmem_ib::Fabric;
 use p2pmem_mlx5::Nic;
 use p2pmem_vfio_user::{Bus, Device, Health, Peers};
 use tracing::{error, info};
 
-/// Emulated NICs and accelerators of several guests.
+/// Emulated NICs, accelerators and FPGAs of several guests.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Args {
@@ -49,6 +50,28 @@ fn accel(node: &str, settings: &config::Accel, peers: &Peers) -> Result<Listenin
             speed: pcie.speed,
             lanes: pcie.lanes,
             serial: settings.serial,
+        },
+        &settings.name,
+        peers,
+    )?;
+    let name = format!("{node}.{}", settings.name);
+    Ok(ListeningDevice {
+        server: DeviceServer::bind(&name, settings.paths(), Control::new(device.shared()))?,
+        name,
+        health: device.health(),
+        device: Box::new(device),
+    })
+}
+
+fn fpga(node: &str, settings: &config::Fpga, peers: &Peers) -> Result<ListeningDevice> {
+    let pcie = settings.pcie().map_err(anyhow::Error::msg)?;
+    let device = Fpga::among(
+        p2pmem_fpga::Settings {
+            memory: settings.memory,
+            speed: pcie.speed,
+            lanes: pcie.lanes,
+            serial: settings.serial,
+            ..p2pmem_fpga::Settings::default()
         },
         &settings.name,
         peers,
@@ -90,6 +113,10 @@ fn create_devices(config: &Config) -> Result<Vec<ListeningDevice>> {
         let peers = Peers::new();
         for settings in &node.accel {
             let device = accel(&node.name, settings, &peers);
+            devices.push(device.with_context(|| format!("node {:?}: device {:?}", node.name, settings.name))?);
+        }
+        for settings in &node.fpga {
+            let device = fpga(&node.name, settings, &peers);
             devices.push(device.with_context(|| format!("node {:?}: device {:?}", node.name, settings.name))?);
         }
         for settings in &node.nic {
