@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Maximum number of steps in a trace.
 pub const MAX_STEPS: usize = 1 << 16;
@@ -18,7 +18,7 @@ pub const MAX_STEPS: usize = 1 << 16;
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// A step of an adapter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Point {
     /// A send doorbell arrived at the registers.
@@ -38,7 +38,7 @@ pub enum Point {
 }
 
 /// A step, and when it took place.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Step {
     /// The step.
     pub point: Point,
@@ -63,7 +63,7 @@ struct Recorded {
 }
 
 /// Steps of a trace, as a [`super::Handle`] returns them.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Steps {
     /// The steps in the order of their ends.
     pub steps: Vec<Step>,
