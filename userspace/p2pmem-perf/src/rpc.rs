@@ -71,12 +71,23 @@ pub struct RpcArgs {
     pub peer_memory: Option<MemoryKind>,
 
     /// Calls to compare.
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "CALL",
-          default_value = "two-sided,write,write-batch,read")]
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "CALL",
+        default_value = "two-sided,write,write-batch,read"
+    )]
     pub call: Vec<Call>,
 
     /// Ways to wait for completions, of client and server.
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "HOW", default_value = "poll,events,adaptive")]
+    #[arg(
+        long,
+        value_enum,
+        value_delimiter = ',',
+        value_name = "HOW",
+        default_value = "poll,events,adaptive"
+    )]
     pub waiting: Vec<How>,
 
     /// Sizes of the payload.

@@ -103,8 +103,9 @@ impl Run<'_> {
                 posted += 1;
             }
             self.post()?;
-            self.waiter
-                .next(&mut completions, &|| format!("the reply to call {done} of {}", self.messages))?;
+            self.waiter.next(&mut completions, &|| {
+                format!("the reply to call {done} of {}", self.messages)
+            })?;
             let now = self.now();
             for completion in &completions {
                 if completion.id & RECEIVE == 0 {
