@@ -3,7 +3,8 @@
 //! User-space driver of the FPGA, for programs in guests. Maps the registers through sysfs, and reads frames through a
 //! mapping of the caller.
 //!
-//! One program at a time can use the stream.
+//! One program at a time can use the stream: it holds a lock on the register file of the device. A stream that a killed
+//! program has left running is stopped before another one starts.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -22,10 +23,12 @@
 //! # }
 //! ```
 
-use std::fs::OpenOptions;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
 
 use crate::frame::{HEADER_SIZE, Header, POSITION};
 use crate::sys::{Mapping, OutOfBounds};
@@ -60,9 +63,12 @@ pub enum Error {
     /// The FPGA refused the settings, or the stream has stopped.
     #[error("the FPGA's stream does not run: {0}")]
     Stopped(Status),
-    /// Another program uses the stream, or a program left it running.
-    #[error("the FPGA's stream is in use: stop it first if its program has ended")]
+    /// Another program uses the stream.
+    #[error("another program uses the FPGA's stream: end that program first")]
     Busy,
+    /// The memory of the frames cannot be read.
+    #[error("reading the FPGA's memory failed: {0}")]
+    Memory(String),
     /// No frame arrived in time, or the stream did not stop in time.
     #[error("{0} within {1:?}")]
     Timeout(&'static str, Duration),
@@ -89,7 +95,7 @@ pub trait FrameMemory {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`].
+    /// [`Error::OutOfBounds`], [`Error::Memory`].
     fn load64(&self, offset: u64) -> Result<u64, Error>;
 }
 
@@ -103,6 +109,8 @@ impl<T: FrameMemory + ?Sized> FrameMemory for &T {
 #[derive(Debug)]
 pub struct Fpga {
     folder: PathBuf,
+    /// File of the registers; its lock belongs to the program that uses the stream.
+    file: File,
     registers: Mapping,
     memory_size: u64,
 }
@@ -113,10 +121,10 @@ fn read_text(path: PathBuf) -> Result<String, Error> {
         .map_err(|error| Error::File { path, error })
 }
 
-fn map(path: PathBuf, len: u64) -> Result<Mapping, Error> {
+fn map(path: PathBuf, len: u64) -> Result<(File, Mapping), Error> {
     let len = usize::try_from(len).map_err(|_| Error::OutOfBounds)?;
     let file = OpenOptions::new().read(true).write(true).open(&path);
-    file.and_then(|file| Mapping::file(&file, len))
+    file.and_then(|file| Mapping::file(&file, len).map(|map| (file, map)))
         .map_err(|error| Error::File { path, error })
 }
 
@@ -145,7 +153,7 @@ impl Fpga {
             let result = std::fs::write(&enable, "1");
             result.map_err(|error| Error::File { path: enable, error })?;
         }
-        let registers = map(folder.join("resource0"), BAR0_SIZE)?;
+        let (file, registers) = map(folder.join("resource0"), BAR0_SIZE)?;
         let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
         if id == u32::MAX {
             return Err(Error::Gone);
@@ -157,6 +165,7 @@ impl Fpga {
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
         Ok(Self {
             folder,
+            file,
             registers,
             memory_size,
         })
@@ -173,7 +182,7 @@ impl Fpga {
     ///
     /// See [`Error::File`].
     pub fn map_memory(&self) -> Result<DeviceMemory, Error> {
-        map(self.folder.join("resource2"), self.memory_size).map(|map| DeviceMemory { map })
+        map(self.folder.join("resource2"), self.memory_size).map(|(_, map)| DeviceMemory { map })
     }
 
     /// Returns the status of the stream.
@@ -295,12 +304,21 @@ impl<M: FrameMemory> Stream<M> {
     ///
     /// # Errors
     ///
-    /// [`Error::Busy`], [`Error::Stopped`] with the reason if the device refuses the settings, [`Error::Gone`].
+    /// [`Error::Busy`], [`Error::Timeout`] if an earlier stream does not stop, [`Error::Stopped`] with the reason if the device refuses the settings, [`Error::Gone`].
     pub fn start(fpga: Fpga, memory: M, options: StreamOptions) -> Result<Self, Error> {
-        let registers = &fpga.registers;
-        if fpga.status()?.is_active() {
-            return Err(Error::Busy);
+        match rustix::fs::flock(&fpga.file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(Error::Busy),
+            Err(error) => {
+                return Err(Error::File {
+                    path: fpga.folder.join("resource0"),
+                    error: error.into(),
+                });
+            }
         }
+        // A program that was killed may have left it running.
+        fpga.stop()?;
+        let registers = &fpga.registers;
         registers.store64(reg::RING_OFFSET, options.offset)?;
         registers.store32(reg::FRAME_SIZE, options.frame_size)?;
         registers.store32(reg::FRAMES, options.frames)?;
@@ -473,7 +491,6 @@ mod tests {
             let fpga = open(DEVICE_ID, &[&GOOD[..], &[(reg::STATUS, status)]].concat()).unwrap();
             Stream::start(fpga, Words(vec![0; 256]), StreamOptions::new(0, 128, 2))
         };
-        assert!(matches!(started(Status::Running as u32), Err(Error::Busy)));
         assert!(matches!(started(u32::MAX), Err(Error::Gone)));
         for status in [Status::Idle, Status::BadRing, Status::BadFrameSize, Status::BadRate] {
             match started(status as u32) {
@@ -487,6 +504,19 @@ mod tests {
             other => panic!("{other:?}"),
         }
         assert!(matches!(ended.release(1), Err(Error::OutOfBounds)));
+    }
+
+    #[test]
+    fn a_stream_has_one_user() {
+        let devices = devices(DEVICE_ID, &[&GOOD[..], &[(reg::STATUS, Status::Done as u32)]].concat());
+        let start = || {
+            let fpga = Fpga::open_in(devices.path(), "0000:01:00.0").unwrap();
+            Stream::start(fpga, Words(vec![0; 256]), StreamOptions::new(0, 128, 2))
+        };
+        let first = start().unwrap();
+        assert!(matches!(start(), Err(Error::Busy)));
+        drop(first);
+        start().unwrap();
     }
 
     /// Memory of two slots of 128 bytes.
