@@ -75,6 +75,10 @@ demo-recorder: modules user testbed ## + run the demo of the recorder: accelerat
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-recorder --module $(P2PMEM_MODULE) --report $(reports)/recorder.json --crashes $(reports)/recorder-crashes.json
 
+demo-transfer: modules user testbed ## + run the demo of the transfer suite: every pair of memories by every mode, calls, the parts of a WRITE
+	@mkdir -p $(reports)
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo-transfer --module $(P2PMEM_MODULE) --report $(reports)/transfer.json
+
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests
 

@@ -48,7 +48,7 @@ impl Header {
             (8, self.position),
             (16, self.sequence),
             (24, self.time),
-            (32, u64::from(self.payload) | u64::from(self.crc32c) << 32),
+            (32, u64::from(self.payload) | (u64::from(self.crc32c) << 32)),
             (40, self.seed),
         ] {
             bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
@@ -62,7 +62,7 @@ impl Header {
             bytes[at..at + 8]
                 .iter()
                 .rev()
-                .fold(0, |word, byte| word << 8 | u64::from(*byte))
+                .fold(0, |word, byte| (word << 8) | u64::from(*byte))
         };
         (word(0) == MAGIC && word(48) == 0 && word(56) == 0).then(|| Self {
             position: word(8),

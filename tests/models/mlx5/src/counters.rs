@@ -28,6 +28,7 @@ pub(super) struct Counters {
     registrations: AtomicU64,
     failed_registrations: AtomicU64,
     undrained: AtomicU64,
+    translations: AtomicU64,
 }
 
 /// Counters of commands, events, completions, doorbells and memory keys.
@@ -55,6 +56,8 @@ pub struct AdapterCounters {
     pub failed_registrations: u64,
     /// Changes of memory keys that failed because transfers in flight did not end in time.
     pub undrained: u64,
+    /// Ranges of bus addresses to which the memory keys of payload were translated.
+    pub translations: u64,
 }
 
 /// Applies a function to each field of two sets of transport counters.
@@ -143,6 +146,11 @@ impl Counters {
         add(&self.undrained, 1);
     }
 
+    /// Counts the ranges of bus addresses of a translated access.
+    pub(super) fn translated(&self, ranges: usize) {
+        add(&self.translations, ranges as u64);
+    }
+
     /// Returns the current values.
     pub(super) fn adapter_counters(&self) -> AdapterCounters {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -158,6 +166,7 @@ impl Counters {
             registrations: get(&self.registrations),
             failed_registrations: get(&self.failed_registrations),
             undrained: get(&self.undrained),
+            translations: get(&self.translations),
         }
     }
 
@@ -174,6 +183,7 @@ impl Counters {
             &self.registrations,
             &self.failed_registrations,
             &self.undrained,
+            &self.translations,
         ] {
             counter.store(0, Ordering::Relaxed);
         }

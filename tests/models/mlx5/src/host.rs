@@ -74,7 +74,10 @@ impl Hca {
         let mut extents = std::mem::take(&mut self.extents);
         extents.clear();
         match self.objects.mkeys.begin_transfer(access, &mut extents) {
-            Ok(transfer) => Ok((transfer, extents, self.payload_dma(access.qpn).clone())),
+            Ok(transfer) => {
+                self.counters.translated(extents.len());
+                Ok((transfer, extents, self.payload_dma(access.qpn).clone()))
+            }
             Err(fault) => {
                 self.extents = extents;
                 if matches!(fault, Fault::Page(_)) {

@@ -1,9 +1,17 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Programs of the transfer suite that use the test bed's devices.
+//! The transfer suite between guests.
 //!
 //! | module | contents |
 //! |---|---|
 //! | [`fpga`] | the stream of the emulated FPGA as a source of `p2pmem-perf stream` |
+//! | [`bed`] | two nodes with p2pmem, and `p2pmem-perf` between them |
+//! | [`decomposition`] | the parts of a WRITE's latency |
+//! | [`report`] | the report of the demo, and its aims |
+//! | [`tables`] | the report as tables for a terminal |
 
+pub mod bed;
+pub mod decomposition;
 pub mod fpga;
+pub mod report;
+pub mod tables;

@@ -53,7 +53,7 @@ impl Header {
             self.position,
             self.sequence,
             self.time,
-            u64::from(self.payload) | u64::from(self.crc32c) << 32,
+            u64::from(self.payload) | (u64::from(self.crc32c) << 32),
             self.seed,
         ];
         for (to, word) in bytes.chunks_exact_mut(WORD).zip(words) {
@@ -66,7 +66,7 @@ impl Header {
     pub fn from_bytes(bytes: &[u8; HEADER_SIZE]) -> Option<Self> {
         let word = |index: usize| {
             let bytes = &bytes[index * WORD..][..WORD];
-            bytes.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+            bytes.iter().rev().fold(0, |word, byte| (word << 8) | u64::from(*byte))
         };
         (word(0) == MAGIC && word(6) == 0 && word(7) == 0).then(|| Self {
             position: word(1),

@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The transfer suite between two guests: every pair of memories by every mode, several ports, calls, the parts of a WRITE's
+//! latency, and the cost of each path.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use clap::Parser;
+use p2pmem_perf::matrix::Matrix;
+use p2pmem_perf::report::Report as RunReport;
+use p2pmem_perf::rpc::Rpc;
+use p2pmem_transfer_suite::bed::{Bed, NODES};
+use p2pmem_transfer_suite::decomposition::Decomposition;
+use p2pmem_transfer_suite::report::{PathCost, Ports, Report, add_instructions, cells};
+use p2pmem_transfer_suite::tables;
+use p2pmem_vm::kernel;
+use p2pmem_vm::qemu::utf8;
+
+/// The memories of the matrix.
+const MEMORIES: &str = "cpu,accelerator,cmb,fpga";
+/// The server's address on the network of the first NICs: IP over InfiniBand.
+const OVER_NIC: &str = "\"$P2PMEM_RDMA_ADDR_B_NIC0\"";
+/// Bytes of a message of the matrix, and the number of messages of a pair.
+const MESSAGE: u64 = 256 << 10;
+const MESSAGES: u64 = 8;
+/// Bytes of a message between nodes whose clocks count instructions, and their number.
+const SMALL: u64 = 64 << 10;
+const FEW: u64 = 4;
+/// How often the rates that are compared on links without a rate are measured. The best of each counts: another program of the
+/// emulator's machine makes a measurement slower, never faster.
+const ROUNDS: usize = 3;
+
+/// Measures transfers between two nodes, and compares them.
+///
+/// Exit codes: 0 all aims are met, 1 one is not or something failed, 2 bad usage.
+#[derive(Parser)]
+#[command(version)]
+struct Cli {
+    /// The module, for the stock kernel
+    #[arg(long, value_name = "PATH")]
+    module: PathBuf,
+    /// Where the report goes, as JSON
+    #[arg(long, value_name = "PATH")]
+    report: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let started = Instant::now();
+    let cli = Cli::parse();
+    let mut report = Report::default();
+    // If this run is killed, an earlier report must not pass for its report.
+    if let Err(error) = fs::remove_file(&cli.report) {
+        if error.kind() != ErrorKind::NotFound {
+            println!("{}: {error}", cli.report.display());
+            return ExitCode::FAILURE;
+        }
+    }
+    match run_demo(&cli, &mut report) {
+        Ok(()) => report.judge(),
+        Err(error) => report.failures.push(format!("{error:#}")),
+    }
+    report.passed = report.failures.is_empty();
+    report.seconds = started.elapsed().as_secs_f64();
+    println!();
+    for failure in &report.failures {
+        println!("FAILED: {failure}");
+    }
+    if let Err(error) = report.write(&cli.report) {
+        println!("The report could not be written: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    println!(
+        "{} in {:.1} s on a stock kernel {}. Report: {}",
+        if report.passed { "PASSED" } else { "FAILED" },
+        report.seconds,
+        report.kernel_release,
+        cli.report.display()
+    );
+    if report.passed {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    }
+}
+
+/// A part of the demo, with nodes of its own.
+type Part = fn(&mut Bed, &mut Report) -> Result<()>;
+
+fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
+    let module = fs::canonicalize(&cli.module)
+        .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
+    report.kernel_release = kernel::release()?;
+    let parts: [(&str, Part); 3] = [
+        ("transfer", at_the_links_rate),
+        ("transfer-count", by_instructions),
+        ("rdma", without_rate),
+    ];
+    for (topology, part) in parts {
+        let mut bed = Bed::boot(topology, &report.kernel_release, utf8(&module)?)?;
+        let done = part(&mut bed, report);
+        report.failures.extend(bed.shut_down());
+        done?;
+    }
+    Ok(())
+}
+
+fn print(title: &str, lines: Vec<String>) {
+    println!("   {title}");
+    for line in lines {
+        println!("   {line}");
+    }
+}
+
+/// Measures the matrix, and one and two ports, on links of a fixed rate.
+fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    println!("2. Every pair of memories by every mode, on links of a fixed rate");
+    let options = format!("--memory {MEMORIES} --peer-memory {MEMORIES} --size {MESSAGE} -n {MESSAGES} --events --verify");
+    for (host, modes) in [
+        ("\"$P2PMEM_ADDR_B\"", "--mode write,read,send,write-imm"),
+        ("\"$P2PMEM_ADDR_B\"", "--mode write --staged"),
+        (OVER_NIC, "--mode tcp"),
+    ] {
+        let arguments = format!("matrix HOST {options} {modes}");
+        let (mut matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &arguments))?;
+        let link = matrix.link.first().context("no rate of the link")?.mib_per_s;
+        let host = counted.host()?;
+        let staged = modes.contains("--staged");
+        if !staged && report.matrix.is_empty() {
+            report.link_mib_per_s = link;
+        }
+        let mut found = cells(&matrix, host, MESSAGE * MESSAGES)?;
+        if staged {
+            // The writes beside the staged ones have been measured before.
+            found.retain(|cell| cell.mode == "staged");
+        }
+        matrix.entries.clear();
+        report.matrix.extend(found);
+    }
+    print(
+        &format!(
+            "Ratio to the link's {:.1} MiB/s / host bytes / bytes copied by processors, for a byte; rows: the client's memory",
+            report.link_mib_per_s
+        ),
+        tables::matrices(report),
+    );
+
+    println!("3. Two ports, from accelerator to accelerator");
+    let run = "run HOST --memory accelerator --peer-memory accelerator --size 256K -n 24 --events";
+    let rate = |reports: &[RunReport]| -> Result<f64> {
+        let mut sum = 0.0;
+        for report in reports {
+            sum += report.results.first().context("no result")?.speed.average_mib_per_s;
+        }
+        Ok(sum)
+    };
+    let host = "\"$P2PMEM_ADDR_B\"";
+    let single = rate(&bed.perf_together(host, &[(&[0], run)])?)?;
+    let one_process = rate(&bed.perf_together(host, &[(&[0, 1], run)])?)?;
+    let two_processes = rate(&bed.perf_together(host, &[(&[0], run), (&[1], run)])?)?;
+    let ports = Ports::new(single, one_process, two_processes);
+    println!(
+        "   one port {single:.1} MiB/s; two ports of one process {:.2} times, of two processes {:.2} times as much",
+        ports.ratio_one_process, ports.ratio_two_processes
+    );
+    report.multi_port = Some(ports);
+    Ok(())
+}
+
+/// Counts instructions: of every pair, of calls, and of each path.
+fn by_instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    println!("4. Instructions and latency of every pair, one message at a time");
+    let options =
+        format!("--memory {MEMORIES} --peer-memory {MEMORIES} --size {SMALL} -n {FEW} --depth 1 --events --verify");
+    for (host, modes) in [
+        ("\"$P2PMEM_ADDR_B\"", "--mode write,read,send,write-imm --staged"),
+        (OVER_NIC, "--mode tcp"),
+    ] {
+        let matrix: Matrix = bed.perf_by(host, &format!("matrix HOST {options} {modes}"))?;
+        add_instructions(&mut report.matrix, &matrix);
+    }
+    for mode in ["write", "read", "send", "write-imm", "staged", "tcp"] {
+        let of = |memory: &str| {
+            let mut cells = report.matrix.iter();
+            let cell = cells.find(|cell| cell.mode == mode && cell.from == memory && cell.to == memory);
+            cell.and_then(|cell| cell.instructions_per_byte).unwrap_or(f64::NAN)
+        };
+        println!(
+            "   {mode:<10} {:.3} instructions for a byte between hosts, {:.3} between accelerators",
+            of("cpu"),
+            of("accelerator")
+        );
+    }
+
+    println!("5. Calls to another node's memory: two-sided and one-sided, polling and events");
+    let rpc: Rpc = bed.perf("rpc HOST --size 8,4K -n 100")?;
+    report.rpc = rpc.rpc;
+    print("A clock that counts instructions measures: 1 us is 1000 instructions.", tables::calls(report));
+
+    println!("6. The cost of each path from accelerator to accelerator");
+    for (name, host, mode) in [
+        ("kernel buffers: TCP", OVER_NIC, "--mode tcp"),
+        ("registered host memory: staged", "\"$P2PMEM_ADDR_B\"", "--mode write --staged"),
+        ("p2pmem: RDMA WRITE", "\"$P2PMEM_ADDR_B\"", "--mode write"),
+    ] {
+        report.formula.push(path_cost(bed, name, host, mode)?);
+    }
+    print("Root complex: bytes of NICs at host memory, and of processors at accelerator memory.", tables::formula(report));
+    println!("   An emulator has no caches: what a copy evicts from them is not in these numbers.");
+    Ok(())
+}
+
+/// Measures a path from accelerator to accelerator.
+fn path_cost(bed: &mut Bed, name: &str, host: &str, mode: &str) -> Result<PathCost> {
+    let run = format!(
+        "run HOST --memory accelerator --peer-memory accelerator {mode} --size {SMALL} -n 16 --events --verify"
+    );
+    let (measured, counted) = bed.counted(|bed| bed.perf_by::<RunReport>(host, &run))?;
+    let result = measured.results.first().context("no result")?;
+    let nic = result.nics.first().context("no NIC")?;
+    let bytes = result.speed.bytes * result.speed.iterations;
+    let per_byte = |value: f64| value / bytes as f64;
+    // Tracepoints cost instructions, so they are on during a run of their own.
+    for node in NODES {
+        bed.shell(node, TRACEPOINTS_ON)?;
+    }
+    let _: RunReport = bed.perf_by(host, &run)?;
+    let mut by_kernel = 0;
+    for node in NODES {
+        let text = bed.shell(node, TRACEPOINTS_OFF)?;
+        by_kernel += text.trim().parse::<u64>().with_context(|| format!("bytes of tracepoints: {text:?}"))?;
+    }
+    let host_bytes = counted.host()?;
+    let moved = host_bytes.connected + if mode.contains("tcp") { host_bytes.datagrams } else { 0 };
+    let copied = nic.copied_client + nic.copied_server;
+    ensure!(result.verified == Some(true), "{name}: not every byte arrived");
+    Ok(PathCost {
+        name: name.to_owned(),
+        bytes,
+        copied_by_program: per_byte(copied as f64),
+        copied_by_kernel: per_byte(by_kernel as f64),
+        root_complex: per_byte((moved + copied) as f64),
+        translations_per_mib: counted.nics("adapter", "translations")? as f64 / (bytes as f64 / f64::from(1 << 20)),
+        // An instruction takes a nanosecond of these nodes' time.
+        instructions: per_byte((nic.cpu_us_client + nic.cpu_us_server) * 1e3 * result.speed.iterations as f64),
+    })
+}
+
+/// Switches on the tracepoints of bytes that the network stack copies to programs, and of those that it queues for a device, which
+/// it has copied from programs.
+const TRACEPOINTS_ON: &str = "
+    set -e
+    cd /sys/kernel/tracing
+    [ -e trace ] || mount -t tracefs none .
+    cd /sys/kernel/tracing
+    echo 16384 >buffer_size_kb
+    echo >trace
+    for event in skb/skb_copy_datagram_iovec net/net_dev_queue; do echo 1 >events/$event/enable; done";
+/// Switches the tracepoints off, and prints the sum of their bytes.
+const TRACEPOINTS_OFF: &str = "
+    set -e
+    cd /sys/kernel/tracing
+    for event in skb/skb_copy_datagram_iovec net/net_dev_queue; do echo 0 >events/$event/enable; done
+    awk 'match($0, /len=[0-9]+/) { sum += substr($0, RSTART + 4, RLENGTH - 4) } END { print sum + 0 }' trace";
+
+/// Compares rates on links without a rate, and splits the latency of a WRITE.
+fn without_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    println!("7. The parts of a WRITE of 4 KiB, from the NICs' clocks");
+    for memory in ["cpu", "accelerator"] {
+        let run = format!("run HOST --memory {memory} --peer-memory {memory} --size 4K -n 300 --depth 1");
+        let (measured, [own, peer]) = bed.traced(|bed| bed.perf::<RunReport>(&run))?;
+        let result = measured.results.first().context("no result")?;
+        let total = result.latency.context("no latency")?.p50_us;
+        let name = format!("{memory} to {memory}");
+        report.decomposition.push(Decomposition::new(&name, &own, &peer, total)?);
+    }
+    print("Times of the emulation, not of silicon", tables::decompositions(report));
+
+    println!("8. Accelerators, relative to hosts and to the path through host memory, on links without a rate");
+    let mut best = [0.0_f64; 3];
+    for _ in 0..ROUNDS {
+        for (best, options) in best.iter_mut().zip([
+            "--memory cpu --peer-memory cpu",
+            "--memory accelerator --peer-memory accelerator",
+            "--memory accelerator --peer-memory accelerator --staged",
+        ]) {
+            let measured: RunReport = bed.perf(&format!("run HOST {options} --size 1M -n 32 --events"))?;
+            let result = measured.results.first().context("no result")?;
+            *best = best.max(result.speed.average_mib_per_s);
+        }
+    }
+    let [host, direct, staged] = best;
+    report.ratios.accelerator_to_host = direct / host;
+    report.ratios.direct_to_staged = direct / staged;
+    println!(
+        "   host to host {host:.0} MiB/s; accelerator to accelerator {direct:.0} MiB/s, {:.2} times that; through host memory \
+         {staged:.0} MiB/s, {:.1} times slower",
+        direct / host,
+        direct / staged
+    );
+    Ok(())
+}

@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The report as tables for a terminal.
+
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
+
+use crate::report::{Cell, Report};
+
+/// Returns the lines of a table whose first column is aligned to the left, the others to the right.
+fn lines(header: &[String], rows: Vec<Vec<String>>) -> Vec<String> {
+    let mut table = Table::new();
+    table.load_preset(NOTHING).set_header(header);
+    for row in rows {
+        table.add_row(row);
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if index > 0 {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt().lines().map(str::to_owned).collect()
+}
+
+fn header(names: &[&str]) -> Vec<String> {
+    names.iter().map(|name| (*name).to_owned()).collect()
+}
+
+/// Returns the different values of a text of cells, in their order.
+fn distinct<'a>(cells: &'a [Cell], text: impl Fn(&'a Cell) -> &'a str) -> Vec<&'a str> {
+    let mut found = Vec::new();
+    for cell in cells {
+        if !found.contains(&text(cell)) {
+            found.push(text(cell));
+        }
+    }
+    found
+}
+
+/// Returns the matrix of a mode: rows are the client's memory, columns the server's.
+fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
+    let all: Vec<Cell> = cells.iter().filter(|cell| cell.mode == mode).cloned().collect();
+    let columns = distinct(&all, |cell| &cell.to);
+    let mut names = vec![mode.to_owned()];
+    names.extend(columns.iter().map(|to| (*to).to_owned()));
+    let rows = distinct(&all, |cell| &cell.from).into_iter().map(|from| {
+        let mut row = vec![from.to_owned()];
+        row.extend(columns.iter().map(|to| {
+            let cell = all.iter().find(|cell| cell.from == from && cell.to == *to);
+            cell.map_or_else(String::new, |cell| {
+                format!("{:.2} / {:.1} / {:.1}", cell.ratio_to_link, cell.host_bytes_per_byte.abs(), cell.copied_bytes_per_byte)
+            })
+        }));
+        row
+    });
+    lines(&names, rows.collect())
+}
+
+/// Returns the matrices of all modes.
+pub fn matrices(report: &Report) -> Vec<String> {
+    let modes = distinct(&report.matrix, |cell| &cell.mode);
+    modes.into_iter().flat_map(|mode| matrix(&report.matrix, mode)).collect()
+}
+
+/// Returns the table of calls.
+pub fn calls(report: &Report) -> Vec<String> {
+    let names = ["CALL", "BYTES", "WAITING", "MEDIAN us", "99 % us", "99.9 % us", "CLIENT INSTRUCTIONS", "SERVER INSTRUCTIONS"];
+    let rows = report.rpc.iter().map(|cost| {
+        let call = if cost.batch > 1 {
+            format!("{} of {}", cost.name.name(), cost.batch)
+        } else {
+            cost.name.name().to_owned()
+        };
+        vec![
+            call,
+            cost.bytes.to_string(),
+            cost.waiting.name().to_owned(),
+            format!("{:.1}", cost.p50_us),
+            format!("{:.1}", cost.p99_us),
+            format!("{:.1}", cost.p999_us),
+            format!("{:.0}", cost.cpu_us_client * 1e3),
+            format!("{:.0}", cost.cpu_us_server * 1e3),
+        ]
+    });
+    lines(&header(&names), rows.collect())
+}
+
+/// Returns the table of a WRITE's parts, with a bar for each.
+pub fn decompositions(report: &Report) -> Vec<String> {
+    let mut all = Vec::new();
+    for one in &report.decomposition {
+        let mut names = vec![one.name.clone(), format!("{:.1} us", one.total_us)];
+        names.push(format!("{} messages", one.messages));
+        let rows = one.terms.iter().map(|term| {
+            let part = term.us / one.total_us.max(f64::MIN_POSITIVE);
+            vec![
+                term.term.clone(),
+                format!("{:.1}", term.us),
+                format!("{:>3.0} % {:<25}", 100.0 * part, "#".repeat((25.0 * part).round() as usize)),
+            ]
+        });
+        all.extend(lines(&names, rows.collect()));
+    }
+    all
+}
+
+/// Returns the table of the paths' costs.
+pub fn formula(report: &Report) -> Vec<String> {
+    let names = [
+        "PATH, FOR A BYTE",
+        "COPIED BY PROGRAM",
+        "BY KERNEL",
+        "ROOT COMPLEX",
+        "TRANSLATIONS/MIB",
+        "INSTRUCTIONS",
+    ];
+    let rows = report.formula.iter().map(|path| {
+        vec![
+            path.name.clone(),
+            format!("{:.2}", path.copied_by_program),
+            format!("{:.2}", path.copied_by_kernel),
+            format!("{:.2}", path.root_complex),
+            format!("{:.1}", path.translations_per_mib),
+            format!("{:.3}", path.instructions),
+        ]
+    });
+    lines(&header(&names), rows.collect())
+}
