@@ -293,7 +293,7 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
         copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
-        checked: session.check(size).or(found.checked),
+        checked: session.check(size, ran.checked.as_ref()).or(found.checked),
     }
 }
 

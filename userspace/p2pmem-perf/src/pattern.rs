@@ -75,6 +75,26 @@ pub struct Comparison {
 }
 
 impl Comparison {
+    /// Returns the comparison of this memory and then of `other`. Offsets of wrong bytes are those in the target.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        let length = usize::try_from(other.bytes).unwrap_or(usize::MAX);
+        let crc = |first, second| crc32c::crc32c_combine(first, second, length);
+        let wrong = match (self.wrong, other.wrong) {
+            (Some(first), Some(second)) => Some(Mismatch {
+                bytes: first.bytes + second.bytes,
+                ..first
+            }),
+            (first, second) => first.or(second),
+        };
+        Self {
+            bytes: self.bytes + other.bytes,
+            crc32c: crc(self.crc32c, other.crc32c),
+            expected_crc32c: crc(self.expected_crc32c, other.expected_crc32c),
+            wrong,
+        }
+    }
+
     /// Returns whether every byte is correct.
     pub fn is_correct(&self) -> bool {
         self.wrong.is_none() && self.crc32c == self.expected_crc32c
@@ -135,7 +155,8 @@ pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages:
     check.result
 }
 
-struct Checker {
+/// Compares memory with its expected content.
+pub struct Checker {
     seed: u64,
     got: Vec<u64>,
     want: Vec<u64>,
@@ -143,7 +164,8 @@ struct Checker {
 }
 
 impl Checker {
-    fn new(seed: u64) -> Self {
+    /// Creates a checker of the pattern with this seed.
+    pub fn new(seed: u64) -> Self {
         Self {
             seed,
             got: vec![0; STEP],
@@ -157,6 +179,17 @@ impl Checker {
         }
     }
 
+    /// Compares the target slot of a chunk with the chunk.
+    pub fn chunk(&mut self, span: &Span, slots: &Slots, chunk: u64) {
+        let content = Content::Source(chunk % slots.source);
+        self.compare(span, slots.target_at(chunk), slots.size, content, 0);
+    }
+
+    /// Returns the result of all comparisons.
+    pub fn result(self) -> Comparison {
+        self.result
+    }
+
     /// Compares `len` bytes at `at` with `content`, from byte `from` of the content.
     fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) {
         for (at, first, count) in steps(at as usize, len as usize) {
@@ -166,9 +199,15 @@ impl Checker {
             let want: &[u8] = bytemuck::cast_slice(&self.want[..count]);
             let result = &mut self.result;
             result.bytes += got.len() as u64;
+            let (same_before, is_same) = (result.crc32c == result.expected_crc32c, got == want);
             result.crc32c = crc32c::crc32c_append(result.crc32c, got);
-            result.expected_crc32c = crc32c::crc32c_append(result.expected_crc32c, want);
-            if got == want {
+            // Equal bytes have one checksum, which is computed once.
+            result.expected_crc32c = if same_before && is_same {
+                result.crc32c
+            } else {
+                crc32c::crc32c_append(result.expected_crc32c, want)
+            };
+            if is_same {
                 continue;
             }
             for (i, (got, want)) in got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want) {
@@ -252,6 +291,37 @@ mod tests {
             assert_eq!((wrong.got, wrong.want), (byte[0] ^ 0x10, byte[0]));
             assert_ne!(checked.crc32c, checked.expected_crc32c);
         }
+    }
+
+    #[test]
+    fn each_chunk_is_compared_and_results_are_combined() {
+        let slots = Slots::new(4096, 2, 1 << 30);
+        let (_, target) = moved(&slots, 9);
+        let mut good = Checker::new(SEED);
+        good.chunk(&target, &slots, 8);
+        good.chunk(&target, &slots, 7);
+        let good = good.result();
+        assert!(good.is_correct() && good.bytes == 2 * 4096, "{good:?}");
+        // Chunk 5 was in the slot of chunk 8.
+        let mut bad = Checker::new(SEED);
+        bad.chunk(&target, &slots, 5);
+        let bad = bad.result();
+        assert!(!bad.is_correct());
+        let both = good.clone().and(bad.clone());
+        assert_eq!(both.bytes, 3 * 4096);
+        assert_eq!(both.wrong, bad.wrong);
+        assert!(!both.is_correct());
+        assert_eq!(
+            bad.clone().and(bad.clone()).wrong.unwrap().bytes,
+            2 * bad.wrong.unwrap().bytes
+        );
+        let whole = check_target(&target, &slots, GUARD, SEED, 9);
+        assert!(whole.clone().and(good).is_correct());
+        // The checksum is that of all compared bytes.
+        let mut bytes = vec![0; slots.target_bytes() as usize + GUARD as usize];
+        target.read(0, &mut bytes);
+        let twice = whole.clone().and(whole);
+        assert_eq!(twice.crc32c, crc32c::crc32c(&bytes.repeat(2)));
     }
 
     #[test]

@@ -149,7 +149,7 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
         all
     })?;
     let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
-        checked: session.check(size),
+        checked: session.check(size, served.checked.as_ref()),
         copied: served.copied,
         cpu_ns: u64::try_from(served.cpu.as_nanos()).unwrap_or(u64::MAX),
     });
@@ -170,7 +170,7 @@ fn until_finished(
             all_served[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
         }
         if finished {
-            if let Some(all) = all_served.iter().copied().collect() {
+            if let Some(all) = all_served.iter().cloned().collect() {
                 return Ok(all);
             }
         }

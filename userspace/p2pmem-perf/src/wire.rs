@@ -163,12 +163,40 @@ impl Test {
     /// writes through a window does: the client may reuse a slot only after that.
     pub fn has_handshake(&self, size: u64) -> bool {
         let is_write = matches!(self.mode, Mode::Write | Mode::WriteImmediate);
-        self.handshake || self.staged || is_write && self.chunks(size) > 1
+        self.handshake || self.staged || is_write && self.has_window(size)
     }
 
     /// Returns the number of chunks of a message of `size` bytes.
     pub fn chunks(&self, size: u64) -> u64 {
         size / self.chunk(size)
+    }
+
+    /// Returns the name of a chunk of messages of `size` bytes, for errors.
+    pub fn part(&self, size: u64, chunk: u64) -> String {
+        let (each, messages) = (self.chunks(size), self.messages(size));
+        match each {
+            0 | 1 => format!("message {chunk} of {messages}"),
+            _ => format!(
+                "chunk {} of {each} of message {} of {messages}",
+                chunk % each,
+                chunk / each
+            ),
+        }
+    }
+
+    /// Returns whether messages of `size` bytes move through a window.
+    pub fn has_window(&self, size: u64) -> bool {
+        self.chunks(size) > 1
+    }
+
+    /// Returns the maximum number of chunks in flight. Through a window, no slot has two of them.
+    pub fn in_flight(&self, size: u64) -> u64 {
+        let depth = u64::from(self.depth);
+        if self.has_window(size) {
+            depth.min(self.slots(size).source)
+        } else {
+            depth
+        }
     }
 
     /// Returns the bytes of a chunk of messages of `size` bytes. [`Test::check_space`] has checked that there is one.

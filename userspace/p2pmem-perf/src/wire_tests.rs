@@ -275,6 +275,9 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
     assert_eq!((test.chunks(2 << 20), test.chunks(large)), (1, 16));
     assert!(!test.has_handshake(2 << 20) && test.has_handshake(large));
     assert_eq!((test.slots(large).size, test.slots(large).source), (64 << 20, 2));
+    assert_eq!((test.in_flight(2 << 20), test.in_flight(large)), (16, 2));
+    assert_eq!(test.part(2 << 20, 17), "message 17 of 2000");
+    assert_eq!(test.part(large, 17), "chunk 1 of 16 of message 1 of 2000");
     for (mode, acknowledged) in [
         (Mode::WriteImmediate, true),
         (Mode::Read, false),
