@@ -12,7 +12,7 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Nic;
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::memory::{self, MemoryOptions};
+use crate::memory::{self, MemoryOptions, Wanted};
 use crate::session::{describe, open_nics, NicSession, Role, Served};
 use crate::tcp::PayloadListener;
 use crate::waiter::Stop;
@@ -73,7 +73,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     let nics = open_nics(&own.nic)?;
     // With staged messages, as much host memory may be needed as memory.
     let most = if test.staged { args.most / 2 } else { args.most };
-    test.space = test.space.min(most).min(space(own, &nics)?);
+    test.space = test.space.min(most).min(space(own, &nics, &test)?);
     test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
         "p2pmem-perf: {:?} of {}, {} messages each, {} NICs",
@@ -187,19 +187,24 @@ fn until_finished(
     }
 }
 
-/// Returns the bytes of memory that this side has for each NIC.
+/// Returns the bytes of memory that this side has for each NIC in a test.
 ///
 /// # Errors
 ///
 /// No memory of the kind exists. The message says what to do.
-pub fn space(own: &OwnArgs, nics: &[Arc<Nic>]) -> Result<u64> {
+pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test) -> Result<u64> {
     let options = MemoryOptions {
         kind: own.memory,
         provider: own.device.as_deref(),
         device: &own.dev_path,
     };
     let names: Vec<_> = nics.iter().map(|nic| nic.name()).collect();
-    memory::space(options, &names)
+    let wanted = Wanted {
+        bytes: test.wanted_bytes(),
+        // The other side waits for the answer meanwhile.
+        limit: own.timeout / 2,
+    };
+    memory::space(options, &names, wanted)
 }
 
 /// Creates a session for each NIC.

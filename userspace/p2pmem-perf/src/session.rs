@@ -390,7 +390,7 @@ impl NicSession {
     /// only the last ones.
     fn checker(&self, size: u64) -> Option<Checker> {
         let checks = self.test.verify && self.is_target() && self.test.has_window(size);
-        checks.then(|| Checker::new(self.seed(size)))
+        checks.then(|| Checker::of_chunks(self.seed(size)))
     }
 
     /// Copies a staged chunk from host memory to its target slot. Returns the number of bytes copied.

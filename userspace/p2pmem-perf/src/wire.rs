@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
-use crate::sizes::{check_message, check_window, chunk, Sizes, Slots};
+use crate::sizes::{check_message, check_window, chunk, Sizes, Slots, GUARD, WORDS};
 
 /// Version of the protocol.
 pub const VERSION: u32 = 4;
@@ -207,6 +207,15 @@ impl Test {
     /// Returns the slots for chunks of messages of `size` bytes.
     pub fn slots(&self, size: u64) -> Slots {
         Slots::new(self.chunk(size), self.depth.into(), self.budget).within(self.space)
+    }
+
+    /// Returns the bytes of memory with which all messages move as a whole, or through the window that the client chose.
+    pub fn wanted_bytes(&self) -> u64 {
+        let slots = |size: &u64| {
+            let chunk = self.window.unwrap_or(*size).min(*size);
+            Slots::new(chunk, self.depth.into(), self.budget).target_bytes() + GUARD + WORDS
+        };
+        self.sizes.iter().map(slots).max().unwrap_or(0)
     }
 
     /// Checks that the messages fit the memory of both sides, whole or through a window.

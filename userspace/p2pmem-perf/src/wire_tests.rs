@@ -286,6 +286,7 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
     ] {
         assert_eq!(Test { mode, ..test.clone() }.has_handshake(large), acknowledged);
     }
+    assert_eq!(test.wanted_bytes(), 17 * (2 << 20) + 8192);
     // The slots fit the memory even if the budget is larger.
     let small = Test {
         space: 8 << 20,
