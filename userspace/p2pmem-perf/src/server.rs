@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Nic;
 
-use crate::cli::{OwnArgs, ServeArgs};
+use crate::cli::{MemoryKind, OwnArgs, ServeArgs};
 use crate::memory::{self, MemoryOptions, Wanted};
 use crate::session::{describe, open_nics, NicSession, Role, Served};
 use crate::tcp::PayloadListener;
@@ -204,7 +204,14 @@ pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test) -> Result<u64> {
         // The other side waits for the answer meanwhile.
         limit: own.timeout / 2,
     };
-    memory::space(options, &names, wanted)
+    let space = memory::space(options, &names, wanted)?;
+    if !test.staged {
+        return Ok(space);
+    }
+    // Staged messages move through as much host memory.
+    let kind = MemoryKind::Cpu;
+    let host = memory::space(MemoryOptions { kind, ..options }, &names, wanted)?;
+    Ok(space.min(host / 2))
 }
 
 /// Creates a session for each NIC.
@@ -260,7 +267,7 @@ pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Cli, Command, MemoryKind};
+    use crate::cli::{Cli, Command};
     use clap::Parser;
 
     fn own(line: &str) -> OwnArgs {

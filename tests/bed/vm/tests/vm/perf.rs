@@ -95,6 +95,9 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
         ("-n 30 --size 12K,64K --mode write-imm --depth 4", 0),
         ("-n 30 --size 64K --mode write-imm --adaptive", 0),
         ("-n 30 --size 64K --staged --depth 3", 30 << 16),
+        ("-n 30 --size 64K --mode tcp --depth 4", 30 << 16),
+        ("-n 5 --size 256K --window 32K", 0),
+        ("-n 5 --size 256K --window 32K --mode send --depth 2", 0),
         ("-n 1000 --volume 256K --size 64K --handshake --depth 1", 0),
     ] {
         let report = both(vm, options)?;
@@ -121,8 +124,8 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
                 latency[0] > 0.0 && latency.is_sorted(),
                 "{options}: latencies: {result}"
             );
-            // The server's processor takes part only where each message consumes a receive.
-            let one_sided = !["handshake", "staged", "send", "write-imm"]
+            // The server's processor takes part only where each message or chunk consumes a receive, and over TCP.
+            let one_sided = !["handshake", "staged", "send", "write-imm", "tcp", "window"]
                 .iter()
                 .any(|word| options.contains(word));
             let server = nic["cpu_us_server"].as_f64().context("cpu_us_server")?;
