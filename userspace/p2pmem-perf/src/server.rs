@@ -74,6 +74,10 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     // With staged messages, as much host memory may be needed as memory.
     let most = if test.staged { args.most / 2 } else { args.most };
     test.space = test.space.min(most).min(space(own, &nics, &test)?);
+    if control.is_local() {
+        // Both sides may take their memory from one provider.
+        test.space /= 2;
+    }
     test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
         "p2pmem-perf: {:?} of {}, {} messages each, {} NICs",

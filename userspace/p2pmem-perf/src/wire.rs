@@ -499,6 +499,14 @@ impl Control {
         })
     }
 
+    /// Returns whether the peer is on this machine, and so may use the same memory.
+    pub fn is_local(&self) -> bool {
+        match (self.stream.peer_addr(), self.stream.local_addr()) {
+            (Ok(peer), Ok(own)) => peer.ip() == own.ip(),
+            _ => false,
+        }
+    }
+
     /// Sends a message.
     ///
     /// # Errors

@@ -104,6 +104,17 @@ fn messages_arrive_in_any_fragmentation() {
 }
 
 #[test]
+fn a_peer_on_this_machine_is_recognized() {
+    let (line, other) = pair(LIMIT);
+    assert!(line.is_local());
+    // Another address of the loopback network stands for another machine.
+    let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    assert_eq!(stream.local_addr().unwrap().ip(), other.local_addr().unwrap().ip());
+    assert!(!Control::new(stream, LIMIT).unwrap().is_local());
+}
+
+#[test]
 fn a_connection_closed_with_unread_data_has_ended() {
     let (mut line, other) = pair(LIMIT);
     line.send(&FromClient::Connect(vec![endpoint()])).unwrap();
