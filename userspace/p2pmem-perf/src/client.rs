@@ -108,8 +108,8 @@ pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     // Errors that need no server are reported before the first message to the server.
     let nics = open_nics(&args.own.nic)?;
     let mut test = args.test(nics.len());
-    test.space = space(&args.own, &nics)?;
     test.check().map_err(anyhow::Error::msg)?;
+    test.space = space(&args.own, &nics, &test)?;
     let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
     let mut control = Control::new(stream, args.own.timeout)?;
     let measured = run_test(&mut control, args, test, nics, observer);
@@ -293,7 +293,7 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
         copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
-        checked: session.check(size).or(found.checked),
+        checked: session.check(size, ran.checked.as_ref()).or(found.checked),
     }
 }
 

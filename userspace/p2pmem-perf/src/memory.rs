@@ -30,8 +30,7 @@ const SIGNAL_END: u32 = 0x11_ffff;
 
 /// Bytes of the smallest buffer of a test.
 const SMALLEST_BUFFER: u64 = 5 * 4096;
-/// Longest wait for freed memory that is being cleared, and the time between two queries.
-const CLEARING: Duration = Duration::from_secs(2);
+/// Time between two queries whether freed memory is cleared.
 const CLEARING_POLL: Duration = Duration::from_millis(5);
 
 /// Kind and origin of the memory.
@@ -278,22 +277,36 @@ fn available(meminfo: &str) -> Result<u64> {
         .context("/proc/meminfo has no line MemAvailable")
 }
 
+/// Memory that a test wants.
+#[derive(Debug, Clone, Copy)]
+pub struct Wanted {
+    /// Bytes for each NIC.
+    pub bytes: u64,
+    /// Longest wait until freed memory is cleared, if less is free.
+    pub limit: Duration,
+}
+
 /// Returns the bytes of memory that a test can have for each NIC. If several NICs use one provider, they share its memory.
 ///
 /// # Errors
 ///
 /// No such memory exists. The message says what to do.
-pub fn space(options: MemoryOptions<'_>, nics: &[&str]) -> Result<u64> {
+pub fn space(options: MemoryOptions<'_>, nics: &[&str], wanted: Wanted) -> Result<u64> {
     if options.kind == MemoryKind::Cpu {
         return Ok(host_space()? / nics.len().max(1) as u64);
     }
-    space_of(options, &Device::open_path(options.device)?, nics)
+    space_of(options, &Device::open_path(options.device)?, nics, wanted)
 }
 
-fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str]) -> Result<u64> {
+fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str], wanted: Wanted) -> Result<u64> {
+    // Some of the NICs, or all, may use one provider.
+    let wanted = Wanted {
+        bytes: wanted.bytes.saturating_mul(nics.len() as u64),
+        ..wanted
+    };
     let mut largest = BTreeMap::<u32, (u64, u64)>::new();
     for nic in nics {
-        let (id, bytes) = largest_near(options, device, nic)?;
+        let (id, bytes) = largest_near(options, device, nic, wanted)?;
         let (_, count) = largest.entry(id).or_insert((bytes, 0));
         *count += 1;
     }
@@ -302,7 +315,7 @@ fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str]) -> Resul
 }
 
 /// Returns the provider that a small buffer near the NIC would use, and the bytes of its largest free piece.
-fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str) -> Result<(u32, u64)> {
+fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str, wanted: Wanted) -> Result<(u32, u64)> {
     let request = request(options, device, nic, SMALLEST_BUFFER)?;
     let explanation = device.explain(&request)?;
     let id = explanation.chosen_verdict().map(|verdict| verdict.provider);
@@ -313,13 +326,14 @@ fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str) -> Resul
             explanation.text
         );
     };
-    let deadline = Instant::now() + CLEARING;
+    let deadline = Instant::now() + wanted.limit;
     loop {
         let providers = device.providers()?;
         let provider = providers.iter().find(|provider| provider.id == id);
         let provider = provider.with_context(|| format!("provider {id} was removed"))?;
-        // Buffers of an earlier test that wait to be cleared are free soon.
-        if provider.scrubbing == 0 || Instant::now() >= deadline {
+        // The buffers of an earlier test are free as soon as they are cleared.
+        let grows = provider.scrubbing > 0 && provider.largest < wanted.bytes;
+        if !grows || Instant::now() >= deadline {
             return Ok((id, provider.largest));
         }
         thread::sleep(CLEARING_POLL);
@@ -443,7 +457,12 @@ mod tests {
             provider: None,
             device: Path::new("/nonexistent"),
         };
-        let space = |kind, nics: &[&str]| space_of(options(kind), &device, nics).map_err(|error| format!("{error:#}"));
+        let wanted = Wanted {
+            bytes: 1 << 40,
+            limit: Duration::from_secs(60),
+        };
+        let space =
+            |kind, nics: &[&str]| space_of(options(kind), &device, nics, wanted).map_err(|error| format!("{error:#}"));
         assert_eq!(space(MemoryKind::Cmb, &[NIC]), Ok(16 << 20));
         assert_eq!(space(MemoryKind::Accelerator, &[NIC]), Ok(64 << 20));
         // Two NICs share the provider.

@@ -75,6 +75,23 @@ pub struct Comparison {
 }
 
 impl Comparison {
+    /// Returns the comparison of chunks and then of the whole target. The checksums are those of the target.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        let wrong = match (self.wrong, other.wrong) {
+            (Some(first), Some(second)) => Some(Mismatch {
+                bytes: first.bytes + second.bytes,
+                ..first
+            }),
+            (first, second) => first.or(second),
+        };
+        Self {
+            bytes: self.bytes + other.bytes,
+            wrong,
+            ..other
+        }
+    }
+
     /// Returns whether every byte is correct.
     pub fn is_correct(&self) -> bool {
         self.wrong.is_none() && self.crc32c == self.expected_crc32c
@@ -135,17 +152,30 @@ pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages:
     check.result
 }
 
-struct Checker {
+/// Compares memory with its expected content.
+pub struct Checker {
     seed: u64,
+    /// Whether checksums are computed.
+    has_sums: bool,
     got: Vec<u64>,
     want: Vec<u64>,
     result: Comparison,
 }
 
 impl Checker {
+    /// Creates a checker of single chunks. It computes no checksums, which would take most of its time.
+    pub fn of_chunks(seed: u64) -> Self {
+        Self {
+            has_sums: false,
+            ..Self::new(seed)
+        }
+    }
+
+    /// Creates a checker of the pattern with this seed.
     fn new(seed: u64) -> Self {
         Self {
             seed,
+            has_sums: true,
             got: vec![0; STEP],
             want: vec![0; STEP],
             result: Comparison {
@@ -157,6 +187,17 @@ impl Checker {
         }
     }
 
+    /// Compares the target slot of a chunk with the chunk.
+    pub fn chunk(&mut self, span: &Span, slots: &Slots, chunk: u64) {
+        let content = Content::Source(chunk % slots.source);
+        self.compare(span, slots.target_at(chunk), slots.size, content, 0);
+    }
+
+    /// Returns the result of all comparisons.
+    pub fn result(self) -> Comparison {
+        self.result
+    }
+
     /// Compares `len` bytes at `at` with `content`, from byte `from` of the content.
     fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) {
         for (at, first, count) in steps(at as usize, len as usize) {
@@ -166,9 +207,18 @@ impl Checker {
             let want: &[u8] = bytemuck::cast_slice(&self.want[..count]);
             let result = &mut self.result;
             result.bytes += got.len() as u64;
-            result.crc32c = crc32c::crc32c_append(result.crc32c, got);
-            result.expected_crc32c = crc32c::crc32c_append(result.expected_crc32c, want);
-            if got == want {
+            let is_same = got == want;
+            if self.has_sums {
+                let same_before = result.crc32c == result.expected_crc32c;
+                result.crc32c = crc32c::crc32c_append(result.crc32c, got);
+                // Equal bytes have one checksum, which is computed once.
+                result.expected_crc32c = if same_before && is_same {
+                    result.crc32c
+                } else {
+                    crc32c::crc32c_append(result.expected_crc32c, want)
+                };
+            }
+            if is_same {
                 continue;
             }
             for (i, (got, want)) in got.iter().zip(want).enumerate().filter(|(_, (got, want))| got != want) {
@@ -252,6 +302,35 @@ mod tests {
             assert_eq!((wrong.got, wrong.want), (byte[0] ^ 0x10, byte[0]));
             assert_ne!(checked.crc32c, checked.expected_crc32c);
         }
+    }
+
+    #[test]
+    fn each_chunk_is_compared_and_results_are_combined() {
+        let slots = Slots::new(4096, 2, 1 << 30);
+        let (_, target) = moved(&slots, 9);
+        let mut good = Checker::of_chunks(SEED);
+        good.chunk(&target, &slots, 8);
+        good.chunk(&target, &slots, 7);
+        let good = good.result();
+        assert!(good.is_correct() && good.bytes == 2 * 4096, "{good:?}");
+        // Chunk 5 was in the slot of chunk 8.
+        let mut bad = Checker::of_chunks(SEED);
+        bad.chunk(&target, &slots, 5);
+        let bad = bad.result();
+        assert!(!bad.is_correct());
+        let both = good.clone().and(bad.clone());
+        assert_eq!(both.bytes, 3 * 4096);
+        assert_eq!(both.wrong, bad.wrong);
+        assert!(!both.is_correct());
+        assert_eq!(
+            bad.clone().and(bad.clone()).wrong.unwrap().bytes,
+            2 * bad.wrong.clone().unwrap().bytes
+        );
+        let whole = check_target(&target, &slots, GUARD, SEED, 9);
+        assert!(good.and(whole.clone()).is_correct());
+        let summed = bad.and(whole.clone());
+        assert_eq!(summed.crc32c, whole.crc32c);
+        assert!(!summed.is_correct());
     }
 
     #[test]

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Nic;
 
-use crate::cli::{OwnArgs, ServeArgs};
-use crate::memory::{self, MemoryOptions};
+use crate::cli::{MemoryKind, OwnArgs, ServeArgs};
+use crate::memory::{self, MemoryOptions, Wanted};
 use crate::session::{describe, open_nics, NicSession, Role, Served};
 use crate::stream;
 use crate::tcp::PayloadListener;
@@ -74,13 +74,14 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     let own = &own_args(&args.own, &test)?;
     test.check().map_err(anyhow::Error::msg)?;
     let nics = open_nics(&own.nic)?;
-    // With staged messages, as much host memory may be needed as memory.
-    let most = if test.staged || test.mode == Mode::Rpc {
-        args.most / 2
-    } else {
-        args.most
-    };
-    test.space = test.space.min(most).min(space(own, &nics)?);
+    // With staged messages and calls, as much host memory may be needed as memory.
+    let halves = test.staged || test.mode == Mode::Rpc;
+    let most = if halves { args.most / 2 } else { args.most };
+    test.space = test.space.min(most).min(space(own, &nics, &test)?);
+    if control.is_local() {
+        // Both sides may take their memory from one provider.
+        test.space /= 2;
+    }
     test.check_space().map_err(anyhow::Error::msg)?;
     eprintln!(
         "p2pmem-perf: {:?} of {}, {} messages each, {} NICs",
@@ -169,7 +170,7 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
         all
     })?;
     let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
-        checked: session.check(size),
+        checked: session.check(size, served.checked.as_ref()),
         copied: served.copied,
         cpu_ns: u64::try_from(served.cpu.as_nanos()).unwrap_or(u64::MAX),
     });
@@ -190,7 +191,7 @@ fn until_finished(
             all_served[index] = Some(served.with_context(|| sessions[index].nic().name().to_owned())?);
         }
         if finished {
-            if let Some(all) = all_served.iter().copied().collect() {
+            if let Some(all) = all_served.iter().cloned().collect() {
                 return Ok(all);
             }
         }
@@ -207,19 +208,31 @@ fn until_finished(
     }
 }
 
-/// Returns the bytes of memory that this side has for each NIC.
+/// Returns the bytes of memory that this side has for each NIC in a test.
 ///
 /// # Errors
 ///
 /// No memory of the kind exists. The message says what to do.
-pub fn space(own: &OwnArgs, nics: &[Arc<Nic>]) -> Result<u64> {
+pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test) -> Result<u64> {
     let options = MemoryOptions {
         kind: own.memory,
         provider: own.device.as_deref(),
         device: &own.dev_path,
     };
     let names: Vec<_> = nics.iter().map(|nic| nic.name()).collect();
-    memory::space(options, &names)
+    let wanted = Wanted {
+        bytes: test.wanted_bytes(),
+        // The other side waits for the answer meanwhile.
+        limit: own.timeout / 2,
+    };
+    let space = memory::space(options, &names, wanted)?;
+    if !test.staged && test.mode != Mode::Rpc {
+        return Ok(space);
+    }
+    // Staged messages and calls move through as much host memory.
+    let kind = MemoryKind::Cpu;
+    let host = memory::space(MemoryOptions { kind, ..options }, &names, wanted)?;
+    Ok(space.min(host / 2))
 }
 
 /// Creates a session for each NIC.
@@ -275,7 +288,7 @@ pub fn side(sessions: &[NicSession], own: &OwnArgs) -> Side {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Cli, Command, MemoryKind};
+    use crate::cli::{Cli, Command};
     use crate::waiter::How;
     use clap::Parser;
 

@@ -14,7 +14,7 @@ use p2pmem_verbs::{Completions, Domain, Nic, QueuePair, Remote, Request, Retries
 
 use crate::cli::{MemoryKind, OwnArgs};
 use crate::memory::{Memory, MemoryOptions};
-use crate::pattern::{check_target, fill_source, fill_target, Comparison};
+use crate::pattern::{check_target, fill_source, fill_target, Checker, Comparison};
 use crate::sizes::{Slots, GUARD, WORDS};
 use crate::stats::Times;
 use crate::tcp::Payload;
@@ -48,10 +48,10 @@ pub fn is_target(mode: Mode, role: Role) -> bool {
 }
 
 /// Returns the maximum number of chunks in flight that the server has not handled yet.
-fn unhandled(test: &Test, slots: &Slots) -> u64 {
+fn unhandled(test: &Test, size: u64, slots: &Slots) -> u64 {
     // The host memory for staged messages has as many slots as the source.
     let places = if test.staged { slots.source } else { slots.target };
-    u64::from(test.depth).min(places)
+    test.in_flight(size).min(places)
 }
 
 /// Returns the bytes of memory that a side needs for its slots, the guard region, and the handshake region.
@@ -83,8 +83,10 @@ pub fn bounce_bytes(test: &Test, role: Role) -> u64 {
 }
 
 /// What the server did for the messages of one size.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Served {
+    /// Comparison of the chunks that moved through a window; `None` if the test did not request one.
+    pub checked: Option<Comparison>,
     /// Bytes that its processor copied.
     pub copied: u64,
     /// Processor time of its thread.
@@ -94,6 +96,8 @@ pub struct Served {
 /// What the client did for the messages of one size.
 #[derive(Debug, Clone)]
 pub struct Ran {
+    /// Comparison of the chunks that moved through a window to this side; `None` if the test did not request one.
+    pub checked: Option<Comparison>,
     /// The times of the messages.
     pub times: Times,
     /// Bytes that its processor copied.
@@ -275,7 +279,7 @@ impl NicSession {
     /// Returns the number of receives to post before the first chunk.
     fn receives(&self, size: u64, slots: &Slots) -> u64 {
         if self.test.has_handshake(size) {
-            unhandled(&self.test, slots)
+            unhandled(&self.test, size, slots)
         } else {
             u64::from(self.test.depth).min(slots.target)
         }
@@ -307,11 +311,18 @@ impl NicSession {
     pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<Served> {
         let before = cpu_time();
         let (slots, chunks) = (self.test.slots(size), self.chunks(size));
+        let mut checker = self.checker(size);
         if self.test.mode == Mode::Tcp {
-            let copied = self
-                .payload()?
-                .receive(self.memory.span(), &slots, chunks, own.timeout, stop)?;
+            let span = self.memory.span();
+            let handled = |chunk| {
+                if let Some(checker) = &mut checker {
+                    checker.chunk(span, &slots, chunk);
+                }
+            };
+            let payload = self.payload()?;
+            let copied = payload.receive(span, &slots, chunks, handled, own.timeout, stop)?;
             return Ok(Served {
+                checked: checker.map(Checker::result),
                 copied,
                 cpu: cpu_time() - before,
             });
@@ -327,7 +338,7 @@ impl NicSession {
         let (mut came, mut posted, mut copied) = (0, chunks.min(self.receives(size, &slots)), 0);
         let mut completions = Vec::new();
         while came < chunks {
-            waiter.next(&mut completions, &|| format!("chunk {came} of {chunks}"))?;
+            waiter.next(&mut completions, &|| self.test.part(size, came))?;
             for done in &completions {
                 if has_handshake {
                     // The low 32 bits are enough to distinguish a chunk from its neighbours.
@@ -351,6 +362,9 @@ impl NicSession {
                         done.id
                     );
                 }
+                if let Some(checker) = &mut checker {
+                    checker.chunk(self.memory.span(), &slots, came);
+                }
                 came += 1;
                 if posted < chunks {
                     self.post_receive(&slots, posted)?;
@@ -366,9 +380,17 @@ impl NicSession {
             }
         }
         Ok(Served {
+            checked: checker.map(Checker::result),
             copied,
             cpu: cpu_time() - before,
         })
+    }
+
+    /// Returns the checker of the chunks that this side receives through a window. The final content of the target has
+    /// only the last ones.
+    fn checker(&self, size: u64) -> Option<Checker> {
+        let checks = self.test.verify && self.is_target() && self.test.has_window(size);
+        checks.then(|| Checker::of_chunks(self.seed(size)))
     }
 
     /// Copies a staged chunk from host memory to its target slot. Returns the number of bytes copied.
@@ -384,13 +406,17 @@ impl NicSession {
         slots.size
     }
 
-    /// Compares the target's bytes with the expected bytes. Returns `None` if this side is not the target, or the test
-    /// does not request a comparison.
-    pub fn check(&self, size: u64) -> Option<Comparison> {
-        (self.test.verify && self.is_target()).then(|| {
+    /// Compares the target's bytes with the expected bytes; `before` is the comparison of chunks before that. Returns `None`
+    /// if this side is not the target, or the test does not request a comparison.
+    pub fn check(&self, size: u64, before: Option<&Comparison>) -> Option<Comparison> {
+        let checked = (self.test.verify && self.is_target()).then(|| {
             let (slots, chunks) = (self.test.slots(size), self.chunks(size));
             check_target(self.memory.span(), &slots, GUARD, self.seed(size), chunks)
-        })
+        });
+        match before {
+            Some(before) => checked.map(|checked| before.clone().and(checked)),
+            None => checked,
+        }
     }
 
     /// Runs the client's part of the test for messages of `size` bytes. Times count from `start`; `progress` counts
@@ -405,17 +431,20 @@ impl NicSession {
         let slots = self.test.slots(size);
         let clock = Clock::new(self.test.messages(size), self.test.chunks(size), start, progress)?;
         if self.test.mode == Mode::Tcp {
-            let depth = u64::from(self.test.depth);
+            let depth = self.test.in_flight(size);
             let (payload, span) = (self.payload()?, self.memory.span());
             let (times, copied) = payload.send(span, &slots, depth, clock, own.timeout, stop)?;
             return Ok(Ran {
+                checked: None,
                 times,
                 copied,
                 cpu: cpu_time() - before,
             });
         }
+        let mut checker = self.checker(size);
         let run = Run {
             session: self,
+            size,
             waiter: self.waiter(own, stop),
             other,
             slots,
@@ -424,13 +453,14 @@ impl NicSession {
             requests: Vec::new(),
         };
         let (times, copied) = if self.test.has_handshake(size) {
-            run.with_handshake(unhandled(&self.test, &slots))?
+            run.with_handshake(unhandled(&self.test, size, &slots))?
         } else if self.test.mode == Mode::Rpc {
             run.with_replies()?
         } else {
-            run.without_handshake()?
+            run.without_handshake(checker.as_mut())?
         };
         Ok(Ran {
+            checked: checker.map(Checker::result),
             times,
             copied,
             cpu: cpu_time() - before,
@@ -502,6 +532,7 @@ impl<'a> Clock<'a> {
 /// State of the client during the messages of one size.
 struct Run<'a> {
     session: &'a NicSession,
+    size: u64,
     waiter: Waiter,
     other: &'a Endpoint,
     slots: Slots,
@@ -532,9 +563,9 @@ impl Run<'_> {
     }
 
     /// Runs messages that are done when the completion of their last chunk arrives.
-    fn without_handshake(mut self) -> Result<(Times, u64)> {
-        let (depth, batch) = (self.session.test.depth, self.session.test.batch.unwrap_or(1));
-        let (depth, batch) = (u64::from(depth), u64::from(batch));
+    fn without_handshake(mut self, mut checker: Option<&mut Checker>) -> Result<(Times, u64)> {
+        let depth = self.session.test.in_flight(self.size);
+        let batch = u64::from(self.session.test.batch.unwrap_or(1)).min(depth);
         let (mut posted, mut done) = (0, 0);
         let mut completions = Vec::new();
         while done < self.chunks {
@@ -552,7 +583,7 @@ impl Run<'_> {
             }
             self.post()?;
             self.waiter
-                .next(&mut completions, &|| format!("chunk {done} of {}", self.chunks))?;
+                .next(&mut completions, &|| self.session.test.part(self.size, done))?;
             let before = done;
             for completion in &completions {
                 ensure!(
@@ -560,6 +591,9 @@ impl Run<'_> {
                     "expected the completion of request {done}, received that of {}",
                     completion.id
                 );
+                if let Some(checker) = &mut checker {
+                    checker.chunk(self.session.memory.span(), &self.slots, done);
+                }
                 done += 1;
             }
             self.clock.finish(done - before);
@@ -627,7 +661,7 @@ impl Run<'_> {
             }
             self.post()?;
             self.waiter
-                .next(&mut completions, &|| format!("chunk {written} of {}", self.chunks))?;
+                .next(&mut completions, &|| session.test.part(self.size, written))?;
             for completion in &completions {
                 if completion.id == READ_WORD_ID {
                     reading = false;

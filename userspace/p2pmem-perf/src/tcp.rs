@@ -192,12 +192,20 @@ impl Payload {
         Ok((clock.times(), chunks * slots.size))
     }
 
-    /// Receives `chunks` chunks, and acknowledges them. Returns the number of bytes that the processor copied.
+    /// Receives `chunks` chunks, calls `handled` with the number of each, and acknowledges them. Returns the number of bytes that the processor copied.
     ///
     /// # Errors
     ///
     /// The limit ended without progress, the test was stopped, or the connection ended.
-    pub(crate) fn receive(&self, span: &Span, slots: &Slots, chunks: u64, limit: Duration, stop: &Stop) -> Result<u64> {
+    pub(crate) fn receive(
+        &self,
+        span: &Span,
+        slots: &Slots,
+        chunks: u64,
+        mut handled: impl FnMut(u64),
+        limit: Duration,
+        stop: &Stop,
+    ) -> Result<u64> {
         let (mut came, mut part) = (0, 0);
         // Bytes of acknowledgements that are not sent yet.
         let mut pending: Vec<u8> = Vec::new();
@@ -211,6 +219,7 @@ impl Payload {
                     moved = true;
                     part += count as u64;
                     if part == slots.size {
+                        handled(came);
                         (came, part) = (came + 1, 0);
                         // The bytes are visible to devices before the client knows about them.
                         span.flush();
@@ -350,7 +359,7 @@ mod tests {
             let (chunks, stop, progress) = (messages * each, Stop::default(), AtomicU64::new(0));
             let clock = Clock::new(messages, each, Instant::now(), &progress).unwrap();
             let (times, copied) = thread::scope(|scope| {
-                let served = scope.spawn(|| server.receive(&target, &slots, chunks, LIMIT, &stop));
+                let served = scope.spawn(|| server.receive(&target, &slots, chunks, |_| {}, LIMIT, &stop));
                 let sent = client.send(&source, &slots, depth, clock, LIMIT, &stop).unwrap();
                 assert_eq!(served.join().unwrap().unwrap(), chunks * size);
                 sent
@@ -376,11 +385,11 @@ mod tests {
         let error = client.send(&span, &slots, 2, clock(), short, &stop).err().unwrap();
         assert!(error.to_string().contains("--timeout"), "{error}");
         let (_client, idle) = pair();
-        let error = idle.receive(&span, &slots, 5, short, &stop).unwrap_err();
+        let error = idle.receive(&span, &slots, 5, |_| {}, short, &stop).unwrap_err();
         assert!(error.to_string().contains("chunk 0 of 5"), "{error}");
         // A peer that ends the connection, in the middle of a chunk.
         drop(client);
-        let error = server.receive(&span, &slots, 5, LIMIT, &stop).unwrap_err();
+        let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
         assert_eq!(error.to_string(), ENDED);
         let (client, server) = pair();
         drop(server);

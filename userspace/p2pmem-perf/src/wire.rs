@@ -35,7 +35,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
-use crate::sizes::{check_message, check_window, chunk, Sizes, Slots};
+use crate::sizes::{check_message, check_window, chunk, Sizes, Slots, GUARD, WORDS};
 use crate::stream::protocol::{Layout, StreamRequest, StreamResult};
 use crate::waiter::How;
 
@@ -183,12 +183,40 @@ impl Test {
     /// writes through a window does: the client may reuse a slot only after that.
     pub fn has_handshake(&self, size: u64) -> bool {
         let is_write = matches!(self.mode, Mode::Write | Mode::WriteImmediate);
-        self.handshake || self.staged || is_write && self.chunks(size) > 1
+        self.handshake || self.staged || is_write && self.has_window(size)
     }
 
     /// Returns the number of chunks of a message of `size` bytes.
     pub fn chunks(&self, size: u64) -> u64 {
         size / self.chunk(size)
+    }
+
+    /// Returns the name of a chunk of messages of `size` bytes, for errors.
+    pub fn part(&self, size: u64, chunk: u64) -> String {
+        let (each, messages) = (self.chunks(size), self.messages(size));
+        match each {
+            0 | 1 => format!("message {chunk} of {messages}"),
+            _ => format!(
+                "chunk {} of {each} of message {} of {messages}",
+                chunk % each,
+                chunk / each
+            ),
+        }
+    }
+
+    /// Returns whether messages of `size` bytes move through a window.
+    pub fn has_window(&self, size: u64) -> bool {
+        self.chunks(size) > 1
+    }
+
+    /// Returns the maximum number of chunks in flight. Through a window, no slot has two of them.
+    pub fn in_flight(&self, size: u64) -> u64 {
+        let depth = u64::from(self.depth);
+        if self.has_window(size) {
+            depth.min(self.slots(size).source)
+        } else {
+            depth
+        }
     }
 
     /// Returns the bytes of a chunk of messages of `size` bytes. [`Test::check_space`] has checked that there is one.
@@ -199,6 +227,15 @@ impl Test {
     /// Returns the slots for chunks of messages of `size` bytes.
     pub fn slots(&self, size: u64) -> Slots {
         Slots::new(self.chunk(size), self.depth.into(), self.budget).within(self.space)
+    }
+
+    /// Returns the bytes of memory with which all messages move as a whole, or through the window that the client chose.
+    pub fn wanted_bytes(&self) -> u64 {
+        let slots = |size: &u64| {
+            let chunk = self.window.unwrap_or(*size).min(*size);
+            Slots::new(chunk, self.depth.into(), self.budget).target_bytes() + GUARD + WORDS
+        };
+        self.sizes.iter().map(slots).max().unwrap_or(0)
     }
 
     /// Checks that the messages fit the memory of both sides, whole or through a window.
@@ -520,6 +557,14 @@ impl Control {
             received: Vec::new(),
             limit,
         })
+    }
+
+    /// Returns whether the peer is on this machine, and so may use the same memory.
+    pub fn is_local(&self) -> bool {
+        match (self.stream.peer_addr(), self.stream.local_addr()) {
+            (Ok(peer), Ok(own)) => peer.ip() == own.ip(),
+            _ => false,
+        }
     }
 
     /// Sends a message.

@@ -106,6 +106,17 @@ fn messages_arrive_in_any_fragmentation() {
 }
 
 #[test]
+fn a_peer_on_this_machine_is_recognized() {
+    let (line, other) = pair(LIMIT);
+    assert!(line.is_local());
+    // Another address of the loopback network stands for another machine.
+    let listener = TcpListener::bind("127.0.0.2:0").unwrap();
+    let stream = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    assert_eq!(stream.local_addr().unwrap().ip(), other.local_addr().unwrap().ip());
+    assert!(!Control::new(stream, LIMIT).unwrap().is_local());
+}
+
+#[test]
 fn a_connection_closed_with_unread_data_has_ended() {
     let (mut line, other) = pair(LIMIT);
     line.send(&FromClient::Connect(vec![endpoint()])).unwrap();
@@ -277,6 +288,9 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
     assert_eq!((test.chunks(2 << 20), test.chunks(large)), (1, 16));
     assert!(!test.has_handshake(2 << 20) && test.has_handshake(large));
     assert_eq!((test.slots(large).size, test.slots(large).source), (64 << 20, 2));
+    assert_eq!((test.in_flight(2 << 20), test.in_flight(large)), (16, 2));
+    assert_eq!(test.part(2 << 20, 17), "message 17 of 2000");
+    assert_eq!(test.part(large, 17), "chunk 1 of 16 of message 1 of 2000");
     for (mode, acknowledged) in [
         (Mode::WriteImmediate, true),
         (Mode::Read, false),
@@ -285,6 +299,7 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
     ] {
         assert_eq!(Test { mode, ..test.clone() }.has_handshake(large), acknowledged);
     }
+    assert_eq!(test.wanted_bytes(), 17 * (2 << 20) + 8192);
     // The slots fit the memory even if the budget is larger.
     let small = Test {
         space: 8 << 20,

@@ -100,6 +100,9 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
         ("-n 30 --size 8,64K --mode rpc --depth 1 --peer-waits adaptive", once),
         ("-n 40 --size 64K --mode rpc --depth 7", once),
         ("-n 30 --size 64K --staged --depth 3", twice),
+        ("-n 30 --size 64K --mode tcp --depth 4", twice),
+        ("-n 5 --size 256K --window 32K", nothing),
+        ("-n 5 --size 256K --window 32K --mode send --depth 2", nothing),
         ("-n 1000 --volume 256K --size 64K --handshake --depth 1", nothing),
     ] {
         let report = both(vm, options)?;
@@ -129,8 +132,8 @@ fn every_mode(cluster: &mut Cluster) -> Result<()> {
                 latency[0] > 0.0 && latency.is_sorted(),
                 "{options}: latencies: {result}"
             );
-            // The server's processor takes part only where each message consumes a receive.
-            let one_sided = !["handshake", "staged", "send", "write-imm", "rpc"]
+            // The server's processor takes part only where each message or chunk consumes a receive, and over TCP.
+            let one_sided = !["handshake", "staged", "send", "write-imm", "rpc", "tcp", "window"]
                 .iter()
                 .any(|word| options.contains(word));
             let server = nic["cpu_us_server"].as_f64().context("cpu_us_server")?;
