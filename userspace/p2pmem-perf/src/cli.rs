@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+#[cfg(feature = "web")]
+use crate::gauge::GaugeArgs;
 use crate::matrix::MatrixArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, window, Sizes};
@@ -50,6 +52,9 @@ pub enum Command {
     Rpc(RpcArgs),
     /// Stream frames of samples to a server, and print the rolling average of the rate.
     Stream(StreamArgs),
+    /// Serve a page in the browser that starts measurements and shows their rates.
+    #[cfg(feature = "web")]
+    Gauge(GaugeArgs),
     /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
     /// End a buffer while its registration is kept, for stale-run.
