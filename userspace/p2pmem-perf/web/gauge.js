@@ -43,7 +43,8 @@ function charted(state) {
       ports: new Map(Object.entries(sample.ports).map(([port, value]) => [port, { rate: value }])),
     });
   }
-  entries.push({ time: state.elapsed / 1000, ...none() });
+  // Without a measurement, the lines move to the left.
+  if (!state.job || entries.length === 0) entries.push({ time: state.elapsed / 1000, ...none() });
   return entries;
 }
 
@@ -60,13 +61,14 @@ function showRates(list, chart, history, kind, running) {
   }
   const names = kind === "pairs" ? [...highest.keys()].reverse().slice(0, MAX_PAIRS) : [...highest.keys()].sort();
   const latest = running ? history.findLast((entry) => entry[kind].size > 0)?.[kind] : undefined;
-  showList(list, names, (name) => name, (name) => {
+  const rows = names.map((name) => ({ name, now: latest?.get(name)?.rate ?? 0, most: highest.get(name) }));
+  showList(list, rows, ({ name }) => name, ({ name }) => {
     const cells = [1, 2].map(() => make("td", { class: "number" }));
     return {
       element: make("tr", { "data-name": name }, make("th", { scope: "row" }, swatch(chart, name), name), ...cells),
-      update() {
-        setText(cells[0], rate(latest?.get(name)?.rate ?? 0));
-        setText(cells[1], rate(highest.get(name)));
+      update({ now, most }) {
+        setText(cells[0], rate(now));
+        setText(cells[1], rate(most));
       },
     };
   });
@@ -141,6 +143,9 @@ function heatCell(mode, from, to) {
   };
 }
 
+/** Returns the name of a memory, which may be broken in a narrow column. */
+const narrow = (name) => name.replace("accelerator", "accel\u00aderator");
+
 /** Returns the heat map of a mode. */
 function heatMap(mode, matrix) {
   const cells = new Map();
@@ -150,9 +155,9 @@ function heatMap(mode, matrix) {
       cells.set(`${from} ${to}`, cell);
       return cell.element;
     });
-    return make("tr", {}, make("th", { scope: "row" }, from), ...row);
+    return make("tr", {}, make("th", { scope: "row" }, narrow(from)), ...row);
   });
-  const head = matrix.peer_memory.map((to) => make("th", { scope: "col" }, to));
+  const head = matrix.peer_memory.map((to) => make("th", { scope: "col" }, narrow(to)));
   return {
     element: make("table", { "data-mode": mode },
       make("caption", {}, mode),

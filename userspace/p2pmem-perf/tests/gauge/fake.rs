@@ -65,17 +65,26 @@ impl Script {
         self.state().panics = true;
     }
 
-    /// Waits until a pair may be measured.
+    /// Waits until a pair that cannot run may end.
     fn wait_for_pair(&self, observer: &dyn Observer) -> Result<()> {
-        let mut state = self.state();
-        while state.pairs == Some(0) {
+        while !self.next_pair() {
             observer.proceed()?;
-            state = self.changed.wait_timeout(state, PACE).unwrap().0;
-        }
-        if let Some(pairs) = &mut state.pairs {
-            *pairs -= 1;
+            let state = self.state();
+            drop(self.changed.wait_timeout(state, PACE).unwrap());
         }
         Ok(())
+    }
+
+    /// Returns whether a pair may end, and counts it.
+    fn next_pair(&self) -> bool {
+        match &mut self.state().pairs {
+            None => true,
+            Some(0) => false,
+            Some(pairs) => {
+                *pairs -= 1;
+                true
+            }
+        }
     }
 }
 
@@ -129,6 +138,21 @@ fn latency(bytes: u64, rate: f64) -> Latency {
     }
 }
 
+fn size_result(nics: &[String], bytes: u64, messages: u64, base: f64) -> SizeResult {
+    let each = nics.iter().map(|nic| NicResult {
+        nic: nic.clone(),
+        speed: speed(bytes, messages, base),
+        latency: Some(latency(bytes, base)),
+        cpu_us_client: 0.4,
+        cpu_us_server: 0.0,
+        copied_client: 0,
+        copied_server: 0,
+        checked: None,
+    });
+    let all = speed(bytes, messages * nics.len() as u64, base * nics.len() as f64);
+    SizeResult::new(all, Some(latency(bytes, base)), each.collect())
+}
+
 impl Measurements for Fake {
     fn nics(&self) -> Result<Vec<String>> {
         Ok(vec!["mlx5_0".into(), "mlx5_1".into()])
@@ -148,19 +172,8 @@ impl Measurements for Fake {
         for bytes in test.sizes.clone() {
             let messages = test.messages(bytes);
             observer.size_starts(bytes, messages)?;
-            self.size(observer, nics.len(), bytes, messages, base)?;
-            let nic_results = nics.iter().map(|nic| NicResult {
-                nic: nic.clone(),
-                speed: speed(bytes, messages, base),
-                latency: Some(latency(bytes, base)),
-                cpu_us_client: 0.4,
-                cpu_us_server: 0.0,
-                copied_client: 0,
-                copied_server: 0,
-                checked: None,
-            });
-            let all = speed(bytes, messages * nics.len() as u64, base * nics.len() as f64);
-            let result = SizeResult::new(all, Some(latency(bytes, base)), nic_results.collect());
+            self.size(observer, nics.len(), bytes, messages, base, false)?;
+            let result = size_result(nics, bytes, messages, base);
             observer.size_ends(&result)?;
             report.results.push(result);
             if let Some(why) = self.0.state().failure.take() {
@@ -206,10 +219,9 @@ impl Measurements for Fake {
         observer.link_measured(&matrix, pairs.len())?;
         for pair in pairs {
             observer.pair_starts(pair)?;
-            self.0.wait_for_pair(observer.runs())?;
             let entries: Vec<Entry> = sizes
                 .iter()
-                .map(|size| self.entry(args, pair, *size, observer.runs()))
+                .map(|size| self.entry(args, pair, *size, Some(size) == sizes.last(), observer.runs()))
                 .collect::<Result<_>>()?;
             matrix.entries.extend(entries.iter().cloned());
             observer.pair_ends(&entries, &matrix)?;
@@ -219,17 +231,28 @@ impl Measurements for Fake {
 }
 
 impl Fake {
-    /// Reports the messages of one size while they are done.
-    fn size(&self, observer: &dyn Observer, nics: usize, bytes: u64, messages: u64, base: f64) -> Result<()> {
+    /// Reports the messages of one size while they are done. With `waits`, messages continue until the pair may end.
+    fn size(
+        &self,
+        observer: &dyn Observer,
+        nics: usize,
+        bytes: u64,
+        messages: u64,
+        base: f64,
+        waits: bool,
+    ) -> Result<()> {
         let (begin, mut moved, mut last) = (Instant::now(), 0.0, Duration::ZERO);
         let mut done = 0;
-        while done < messages {
+        while done < messages || waits && !self.0.next_pair() {
             std::thread::sleep(PACE);
             let now = begin.elapsed();
             let wave = 1.0 + 0.02 * (now.as_secs_f64() * 1.7).sin() + 0.012 * (now.as_secs_f64() * 11.0).sin();
             moved += (now - last).as_secs_f64() * base * wave;
             last = now;
-            done = messages.min((moved / bytes as f64) as u64);
+            done = (moved / bytes as f64) as u64;
+            if !waits {
+                done = done.min(messages);
+            }
             let each: Vec<u64> = (0..nics as u64).map(|nic| done - done * nic / 40).collect();
             observer.progress(&each)?;
             observer.proceed()?;
@@ -237,7 +260,8 @@ impl Fake {
         observer.progress(&vec![messages; nics])
     }
 
-    fn entry(&self, args: &MatrixArgs, pair: Pair, size: u64, observer: &dyn Observer) -> Result<Entry> {
+    /// Measures a pair for one size. The last size of the pair waits until the pair may end.
+    fn entry(&self, args: &MatrixArgs, pair: Pair, size: u64, is_last: bool, observer: &dyn Observer) -> Result<Entry> {
         let mut entry = Entry {
             from: pair.from.name().into(),
             to: pair.to.name().into(),
@@ -247,6 +271,9 @@ impl Fake {
             error: None,
         };
         if pair.to == MemoryKind::Pageless {
+            if is_last {
+                self.0.wait_for_pair(observer)?;
+            }
             entry.error = Some("the other side failed: no provider without struct pages is near mlx5_0".into());
             return Ok(entry);
         }
@@ -273,8 +300,9 @@ impl Fake {
             side(&args.nic, pair.to),
         );
         observer.ready(&test)?;
-        observer.size_starts(size, messages)?;
-        self.size(observer, args.nic.len(), size, messages, base)?;
+        observer.size_starts(size, args.iters)?;
+        self.size(observer, args.nic.len(), size, messages, base, is_last)?;
+        observer.size_ends(&size_result(&args.nic, size, messages, base))?;
         entry.measured = Some(Measured {
             mib_per_s: base * args.nic.len() as f64 / MIB,
             ratio_to_link: ratio,
