@@ -13,6 +13,8 @@ use crate::matrix::MatrixArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, window, Sizes};
 use crate::stream::StreamArgs;
+use crate::plot::PlotArgs;
+use crate::sizes::{messages, size, Sizes};
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
 
@@ -55,6 +57,8 @@ pub enum Command {
     /// Serve a page in the browser that starts measurements and shows their rates.
     #[cfg(feature = "web")]
     Gauge(GaugeArgs),
+    /// Draw a JSON report as SVG.
+    Plot(PlotArgs),
     /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
     /// End a buffer while its registration is kept, for stale-run.
