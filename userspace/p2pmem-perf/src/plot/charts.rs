@@ -105,7 +105,7 @@ pub(super) fn matrix(drawing: &mut Drawing, matrix: &Matrix) {
     let in_row = (((WIDTH - 20.0) / width) as usize).clamp(1, 4);
     let lines = maps.len().div_ceil(in_row);
     let top = drawing.chart(
-        "Rate as a part of the link's: rows are memories of the client, columns those of the server",
+        "Ratio to the link's rate, and MiB/s; rows: client's memory, columns: server's",
         height * lines as f64 + 8.0,
     );
     let names = |text: &str| -> String { text.chars().take(11).collect() };
