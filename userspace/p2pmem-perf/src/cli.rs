@@ -10,11 +10,10 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 #[cfg(feature = "web")]
 use crate::gauge::GaugeArgs;
 use crate::matrix::MatrixArgs;
+use crate::plot::PlotArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, window, Sizes};
 use crate::stream::StreamArgs;
-use crate::plot::PlotArgs;
-use crate::sizes::{messages, size, Sizes};
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
 

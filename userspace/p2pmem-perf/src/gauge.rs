@@ -97,5 +97,5 @@ fn random_token() -> Result<String> {
         count == bytes.len(),
         "the kernel gave too few random bytes: specify --token-file"
     );
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(format!("{:032x}", u128::from_be_bytes(bytes)))
 }

@@ -221,8 +221,10 @@ impl Axis {
 
 /// Returns a number with few digits.
 pub(super) fn number(value: f64) -> String {
+    if value == 0.0 {
+        return "0".into();
+    }
     let text = match value.abs() {
-        size if size == 0.0 => return "0".into(),
         size if size >= 100.0 => format!("{value:.0}"),
         size if size >= 10.0 => format!("{value:.1}"),
         size if size >= 0.1 => format!("{value:.2}"),

@@ -142,14 +142,16 @@ pub(super) fn matrix(drawing: &mut Drawing, matrix: &Matrix) {
     }
 }
 
-/// Draws the latency of calls against the processor time of both sides: one color for each way of waiting, a line from one
+/// Draws the latency of calls against the processor time of both sides: one color for each kind of waiting, a line from one
 /// to the other for each call and size.
 pub(super) fn rpc(drawing: &mut Drawing, calls: &[Call]) {
     if calls.is_empty() {
         return;
     }
     let mut waits = Vec::new();
-    let mut groups: BTreeMap<(u64, &str), Vec<(f64, f64, usize)>> = BTreeMap::new();
+    // The processor time, the latency, and the number of the kind of waiting.
+    type Point = (f64, f64, usize);
+    let mut groups: BTreeMap<(u64, &str), Vec<Point>> = BTreeMap::new();
     for call in calls {
         let wait = index(&mut waits, &call.waiting);
         let cpu = call.cpu_us_client + call.cpu_us_server;

@@ -6,7 +6,8 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
-use p2pmem_perf::cli::{MemoryKind, RunArgs};
+use clap::Parser;
+use p2pmem_perf::cli::{Cli, Command, MemoryKind, RunArgs};
 use p2pmem_perf::gauge::Measurements;
 use p2pmem_perf::matrix::{Entry, LinkRate, Matrix, MatrixArgs, MatrixObserver, Measured, Pair, STAGED};
 use p2pmem_perf::observer::Observer;
@@ -281,24 +282,14 @@ impl Fake {
         let base = LINK * ratio;
         let time = self.0.state().pair_time.as_secs_f64();
         let messages = ((time * base / size as f64) as u64).max(1);
-        let test = Report::new(
-            p2pmem_perf::wire::Test {
-                mode: pair.mode,
-                sizes: vec![size],
-                iterations: messages,
-                volume: None,
-                depth: 16,
-                budget: 8 << 20,
-                handshake: false,
-                staged: pair.staged,
-                verify: false,
-                seed: 1,
-                nics: args.nic.len(),
-                peer: None,
-            },
-            side(&args.nic, pair.from),
-            side(&args.nic, pair.to),
-        );
+        let mode = format!("--mode={}", pair.mode.name());
+        let size_option = format!("--size={size}");
+        let words = ["p2pmem-perf", "run", "node-b", &mode, &size_option];
+        let Command::Run(run) = Cli::parse_from(words).command else {
+            unreachable!("the command is run")
+        };
+        let test = run.test(args.nic.len());
+        let test = Report::new(test, side(&args.nic, pair.from), side(&args.nic, pair.to));
         observer.ready(&test)?;
         observer.size_starts(size, args.iters)?;
         self.size(observer, args.nic.len(), size, messages, base, is_last)?;
@@ -312,6 +303,7 @@ impl Fake {
             copied_bytes: 0,
             moved_bytes: messages * size,
             verified: None,
+            window: None,
         });
         Ok(entry)
     }
