@@ -154,6 +154,12 @@ recorder-pictures: sandbox ## make the pictures of the recorder's pages in Docum
 	@for name in light dark phone topology-light topology-dark topology-phone luns-light; do \
 		tools/reduce-png $(reports)/recorder-$$name.png Documentation/images/recorder-$$name.png; done
 
+gauge-pictures: sandbox ## make the pictures of the gauge in Documentation/images with simulated measurements (three minutes)
+	@P2PMEM_PICTURE_SECONDS=110 $(in) cargo --locked test --manifest-path userspace/Cargo.toml -p p2pmem-perf --all-features --test gauge pictures_show
+	@mkdir -p Documentation/images
+	@for name in light dark phone; do \
+		tools/reduce-png $(reports)/gauge-$$name.png Documentation/images/gauge-$$name.png; done
+
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
 	@code=0; \
 	$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast || code=1; \
@@ -208,7 +214,7 @@ modules_install: ## - install the module of `make modules KDIR=...` or KREL=... 
 programs: ## - build the programs, libraries, man pages, and completions that `make install` installs
 	@command -v cargo >/dev/null || { echo 'programs: cargo is missing (Debian: apt-get install cargo)' >&2; exit 1; }
 	@command -v cmake >/dev/null || { echo 'programs: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
-	@command -v npm >/dev/null || echo 'programs: npm is missing (Debian: apt-get install npm): p2pmem-recorder gets no management in the browser'
+	@command -v npm >/dev/null || echo 'programs: npm is missing (Debian: apt-get install npm): p2pmem-recorder and p2pmem-perf get no pages in the browser'
 	@cargo build --locked --release --manifest-path userspace/Cargo.toml --target-dir $(release-target) \
 		-p p2pmemctl -p p2pmem-perf -p p2pmem-exporter -p p2pmem-recorder -p p2pmem-capi -p p2pmem-async-capi -p p2pmem-preload \
 		-p p2pmem-man $(if $(shell command -v npm),,--no-default-features --features p2pmemctl/top)
@@ -240,5 +246,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-async demo-async-short demo-recorder recorder-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+.PHONY: help demo demo-async demo-async-short demo-recorder recorder-pictures gauge-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
 	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean

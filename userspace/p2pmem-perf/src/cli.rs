@@ -7,7 +7,10 @@ use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+#[cfg(feature = "web")]
+use crate::gauge::GaugeArgs;
 use crate::matrix::MatrixArgs;
+use crate::plot::PlotArgs;
 use crate::rpc::RpcArgs;
 use crate::sizes::{messages, size, window, Sizes};
 use crate::stream::StreamArgs;
@@ -50,6 +53,11 @@ pub enum Command {
     Rpc(RpcArgs),
     /// Stream frames of samples to a server, and print the rolling average of the rate.
     Stream(StreamArgs),
+    /// Serve a page in the browser that starts measurements and shows their rates.
+    #[cfg(feature = "web")]
+    Gauge(GaugeArgs),
+    /// Draw a JSON report as SVG.
+    Plot(PlotArgs),
     /// Measure the time of memory registrations, without a server.
     Register(RegisterArgs),
     /// End a buffer while its registration is kept, for stale-run.

@@ -3,7 +3,8 @@
 //! The transfer benchmark: RDMA between two nodes, from and to host memory and PCI peer-to-peer memory.
 //!
 //! [`client`] and [`server`] agree on a test over TCP ([`wire`]); [`client::measure`] runs one and reports to an
-//! [`observer`]; [`matrix`] runs one for each pair of memories. Each NIC's part of the test is a [`session`], with
+//! [`observer`]; [`matrix`] runs one for each pair of memories; `gauge` (feature `web`) shows both in the browser, and
+//! [`plot`] draws their reports. Each NIC's part of the test is a [`session`], with
 //! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
 //! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA; [`stream`] sends a continuous flow
 //! of frames. [`registration`] measures the time of a registration; [`stale`] tries to write
@@ -11,10 +12,13 @@
 
 pub mod cli;
 pub mod client;
+#[cfg(feature = "web")]
+pub mod gauge;
 pub mod matrix;
 pub mod memory;
 pub mod observer;
 pub mod pattern;
+pub mod plot;
 pub mod progress;
 pub mod registration;
 pub mod report;
@@ -69,8 +73,11 @@ pub fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     match &cli.command {
         Command::Serve(args) => server::serve(args).map(|()| true),
         Command::Run(args) => client::run(args, cli.json, out),
+        #[cfg(feature = "web")]
+        Command::Gauge(args) => gauge::run(args, out).map(|()| true),
         Command::Matrix(args) => matrix::run(args, cli.json, out),
         Command::Rpc(args) => rpc::run(args, cli.json, out).map(|()| true),
+        Command::Plot(args) => plot::run(args, out).map(|()| true),
         Command::StaleServe(args) => stale::serve(args).map(|()| true),
         Command::StaleRun(args) => stale::run(args, cli.json, out),
         Command::Stream(args) => stream::client::run(args, cli.json, out),

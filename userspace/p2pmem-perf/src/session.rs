@@ -766,12 +766,12 @@ pub fn connect_queue(queue: &QueuePair, own: &Endpoint, other: &Endpoint, gid_in
         })
 }
 
-/// Opens the named NICs; without names, the first NIC with an active port.
+/// Returns the names of this node's NICs.
 ///
 /// # Errors
 ///
-/// A NIC does not exist; the message lists the existing ones.
-pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
+/// There is none. The message says what to do.
+pub fn nic_names() -> Result<Vec<String>> {
     let all = p2pmem_verbs::nics().map_err(|error| match error.raw_os_error() {
         Some(libc::EOPNOTSUPP) => {
             anyhow::anyhow!("libibverbs is not installed (Debian: apt-get install libibverbs1 ibverbs-providers)")
@@ -782,6 +782,16 @@ pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
         !all.is_empty(),
         "no RDMA NIC has a driver: load the driver's module, such as mlx5_ib, and see `rdma link`"
     );
+    Ok(all)
+}
+
+/// Opens the named NICs; without names, the first NIC with an active port.
+///
+/// # Errors
+///
+/// A NIC does not exist; the message lists the existing ones.
+pub fn open_nics(names: &[String]) -> Result<Vec<Arc<Nic>>> {
+    let all = nic_names()?;
     let open = |name: &String| {
         let (name, port) = with_port(name)?;
         let nic = Nic::open(name)

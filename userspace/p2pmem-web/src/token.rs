@@ -16,7 +16,7 @@ const MAX_LENGTH: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     /// The file cannot be read.
-    #[error("cannot read the token in {}: {error}", path.display())]
+    #[error("cannot read the token in {}: {error}; check the path and its permissions", path.display())]
     Read {
         /// The file.
         path: PathBuf,

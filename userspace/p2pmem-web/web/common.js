@@ -86,10 +86,10 @@ export function partText(part, whole) {
   return text.endsWith(` ${unit}`) ? `${number} of ${text}` : `${number} ${unit} of ${text}`;
 }
 
-/** Returns bytes per second as MB/s, such as "1,450" or "9.5". */
-export function rateText(rate) {
+/** Returns bytes per second in units of `unit` bytes per second, such as "1,450" or "9.5". */
+export function rateText(rate, unit = 1e6) {
   if (rate === undefined) return "–";
-  const value = rate / 1e6;
+  const value = rate / unit;
   const digits = value > 0 && value < 100 ? 1 : 0;
   return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
 }
@@ -183,13 +183,15 @@ export const seriesColor = (index) => `--series-${(index % 6) + 1}`;
 
 /**
  * A chart of rates over time, with a line for each device and direction: the line of the first direction is solid, the others
- * are dashed. The entries of its history are {time, KIND: Map of the name to {DIRECTION: bytes per second}}.
+ * are dashed. It shows the last `window` seconds, in units of `unit` bytes per second. The entries of its history are
+ * {time, KIND: Map of the name to {DIRECTION: bytes per second}}.
  */
 export class Chart {
-  constructor(element, label, window = 120) {
+  constructor(element, label, window = 120, unit = 1e6) {
     this.element = element;
     this.label = label;
     this.window = window;
+    this.unit = unit;
     this.directions = [];
     this.names = [];
     this.plot = undefined;
@@ -219,14 +221,14 @@ export class Chart {
     const lines = this.names.flatMap((name) =>
       directions.map((direction) => history.map((entry) => {
         const value = entry[kind].get(name)?.[direction];
-        return value === undefined ? null : value / 1e6;
+        return value === undefined ? null : value / this.unit;
       })),
     );
     this.data = [history.map((entry) => entry.time - now), ...lines];
     if (this.drawn !== this.names.length) this.draw();
     else this.plot.setData(this.data);
     const latest = [...history[history.length - 1][kind]].map(([name, entry]) =>
-      `${name} ${directions.map((direction) => `${direction} ${rateText(entry[direction] ?? 0)}`).join(", ")}`,
+      `${name} ${directions.map((direction) => `${direction} ${rateText(entry[direction] ?? 0, this.unit)}`).join(", ")}`,
     );
     this.element.setAttribute("aria-label", `${this.label}; now: ${latest.join("; ") || "none"}`);
   }

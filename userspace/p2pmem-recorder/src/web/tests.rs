@@ -2,55 +2,37 @@
 
 //! Tests of the interface, by real connections.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::Write;
 use std::net::{TcpListener, TcpStream};
 use std::sync::{mpsc, Arc};
 use std::time::Duration;
 
 use p2pmem_web::{Access, ApiError, MAX_BODY, MAX_STREAMS};
 
+use http::{Events, HttpClient, BOUND, JSON};
+
 use super::{serve, Server, WebOptions};
 use crate::node::{Node, NodeOptions, SessionOptions};
 use crate::status::{Direction, Limit};
 use crate::store::{self, ChannelName, LunOptions, StreamOptions};
 
+#[path = "../../../p2pmem-web/tests/harness/http.rs"]
+mod http;
+
 const TOKEN: &str = "a token of the tests";
-const JSON: (&str, &str) = ("Content-Type", "application/json");
-/// The longest wait for an answer. Answers that do not come at once are failures.
-const BOUND: Duration = Duration::from_secs(60);
 
 struct Bed {
     folder: tempfile::TempDir,
     node: Arc<Node>,
     server: Server,
+    client: HttpClient,
 }
 
-#[derive(Debug)]
-struct Reply {
-    status: u16,
-    head: String,
-    body: String,
-}
+impl std::ops::Deref for Bed {
+    type Target = HttpClient;
 
-impl Reply {
-    fn header(&self, name: &str) -> Option<&str> {
-        let find = |line: &&str| {
-            line.split_once(": ")
-                .is_some_and(|(key, _)| key.eq_ignore_ascii_case(name))
-        };
-        self.head
-            .lines()
-            .find(find)
-            .and_then(|line| line.split_once(": "))
-            .map(|(_, value)| value)
-    }
-
-    /// Checks the status and that the body is JSON with a reason, and returns the reason.
-    fn error(&self, status: u16) -> String {
-        assert_eq!(self.status, status, "{self:?}");
-        assert_eq!(self.header("content-type"), Some("application/json"));
-        let body: serde_json::Value = serde_json::from_str(&self.body).unwrap();
-        body["error"].as_str().unwrap().to_owned()
+    fn deref(&self) -> &HttpClient {
+        &self.client
     }
 }
 
@@ -66,63 +48,16 @@ impl Bed {
         let node = Node::open(node).unwrap();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let server = serve(Arc::clone(&node), listener, options).unwrap();
-        Self { folder, node, server }
-    }
-
-    fn connect(&self) -> TcpStream {
-        let stream = TcpStream::connect(self.server.address()).unwrap();
-        stream.set_read_timeout(Some(BOUND)).unwrap();
-        stream
-    }
-
-    fn send(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> TcpStream {
-        let mut stream = self.connect();
-        let mut text = format!(
-            "{method} {path} HTTP/1.1\r\nHost: {}\r\nConnection: close\r\n",
-            self.server.address()
-        );
-        for (name, value) in headers {
-            text += &format!("{name}: {value}\r\n");
+        let client = HttpClient {
+            address: server.address(),
+            token: TOKEN,
+        };
+        Self {
+            folder,
+            node,
+            server,
+            client,
         }
-        text += &format!("Content-Length: {}\r\n\r\n{body}", body.len());
-        stream.write_all(text.as_bytes()).unwrap();
-        stream
-    }
-
-    fn request(&self, method: &str, path: &str, headers: &[(&str, &str)], body: &str) -> Reply {
-        let mut text = String::new();
-        self.send(method, path, headers, body)
-            .read_to_string(&mut text)
-            .unwrap();
-        let (head, body) = text.split_once("\r\n\r\n").unwrap();
-        Reply {
-            status: head[9..12].parse().unwrap(),
-            head: head.to_owned(),
-            body: body.to_owned(),
-        }
-    }
-
-    /// Sends a request of a program with the token.
-    fn call(&self, method: &str, path: &str, body: &str) -> Reply {
-        let bearer = format!("Bearer {TOKEN}");
-        self.request(method, path, &[("Authorization", &bearer), JSON], body)
-    }
-
-    fn log_in(&self, token: &str) -> Reply {
-        let form = ("Content-Type", "application/x-www-form-urlencoded");
-        self.request("POST", "/login", &[form], &format!("token={}", token.replace(' ', "+")))
-    }
-
-    /// Logs in, and returns the cookie.
-    fn cookie(&self) -> String {
-        let reply = self.log_in(TOKEN);
-        let cookie = reply.header("set-cookie").unwrap();
-        cookie.split(';').next().unwrap().to_owned()
-    }
-
-    fn events(&self, header: (&str, &str)) -> Events {
-        let stream = self.send("GET", "/api/events", &[header], "");
-        Events(BufReader::new(stream).lines())
     }
 
     fn lun(&self) -> LunOptions {
@@ -132,23 +67,6 @@ impl Bed {
     fn lun_json(&self, name: &str) -> String {
         let drive = self.folder.path();
         serde_json::json!({"name": name, "drives": [drive], "segment_size": 1 << 20, "segments": 2}).to_string()
-    }
-}
-
-/// An open event stream.
-struct Events(std::io::Lines<BufReader<TcpStream>>);
-
-impl Iterator for Events {
-    type Item = serde_json::Value;
-
-    /// Returns the next state, or `None` at the end of the stream.
-    fn next(&mut self) -> Option<serde_json::Value> {
-        loop {
-            let line = self.0.next()?.unwrap();
-            if let Some(json) = line.strip_prefix("data: ") {
-                return Some(serde_json::from_str(json).unwrap());
-            }
-        }
     }
 }
 
