@@ -23,3 +23,6 @@ pub mod source;
 pub mod synthetic;
 
 pub use args::StreamArgs;
+
+/// What an error of an access to the memory of frames means.
+const REVOKED: &str = "the memory of the frames was revoked: was its provider unpublished, or its device removed?";

@@ -15,6 +15,7 @@ use crate::memory::{Memory, MemoryOptions};
 use super::frame;
 use super::pace::{Pace, Step, SHORTEST};
 use super::protocol::Layout;
+use super::REVOKED;
 use super::source::{Next, Source, SourceFrame, SourceOptions, Totals};
 
 /// The queue between the producer and the sender. Its entries are the slots of the memory.
@@ -151,7 +152,7 @@ impl Consumer {
             return Ok(Next::Frame(SourceFrame { at, sequence }));
         }
         match &fifo.failure {
-            Some(failure) => bail!("generating samples: {failure}"),
+            Some(failure) => bail!("{REVOKED} Generating samples failed: {failure}"),
             None => Ok(Next::NotYet),
         }
     }
