@@ -424,11 +424,7 @@ impl Flow<'_> {
         let mut word = [0; CREDIT as usize];
         // Not truncated: the memory is mapped.
         let at = self.own.frames_bytes() as usize;
-        self.source
-            .memory()
-            .span()
-            .try_read(at, &mut word)
-            .context(REVOKED)?;
+        self.source.memory().span().try_read(at, &mut word).context(REVOKED)?;
         let credited = u64::from_le_bytes(word);
         ensure!(
             (self.credited..=self.posted).contains(&credited),

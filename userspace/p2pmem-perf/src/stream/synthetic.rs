@@ -15,8 +15,8 @@ use crate::memory::{Memory, MemoryOptions};
 use super::frame;
 use super::pace::{Pace, Step, SHORTEST};
 use super::protocol::Layout;
-use super::REVOKED;
 use super::source::{Next, Source, SourceFrame, SourceOptions, Totals};
+use super::REVOKED;
 
 /// The queue between the producer and the sender. Its entries are the slots of the memory.
 #[derive(Debug, Default)]
