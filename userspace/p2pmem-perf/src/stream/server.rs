@@ -248,7 +248,7 @@ impl Sink<'_> {
         Ok(())
     }
 
-    /// Tells the client how many frames were handled. Without a free word, a later credit tells the client.
+    /// Sends the number of handled frames to the client. Without a free word, a later credit has the number.
     fn send_credit(&mut self) -> Result<()> {
         let (sent, arrived) = self.credits;
         if self.credited == self.frames || sent - arrived >= CREDITS {

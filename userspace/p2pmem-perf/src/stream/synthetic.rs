@@ -41,7 +41,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Locks the queue. A panic of the producer does not leave it inconsistent: each change is an assignment.
+    /// Locks the queue. A panic of the producer does not make it inconsistent: each change is an assignment.
     fn lock(&self) -> MutexGuard<'_, Fifo> {
         self.fifo.lock().unwrap_or_else(PoisonError::into_inner)
     }
