@@ -67,7 +67,7 @@ pub enum Error {
     #[error("another program uses the FPGA's stream: end that program first")]
     Busy,
     /// The memory of the frames cannot be read.
-    #[error("reading the FPGA's memory failed: {0}")]
+    #[error("reading the FPGA's memory failed: was the FPGA unbound or removed? {0}")]
     Memory(String),
     /// No frame arrived in time, or the stream did not stop in time.
     #[error("{0} within {1:?}")]

@@ -115,7 +115,7 @@ const AT_START: Progress = Progress {
     dropped: 0,
 };
 
-/// Locks the state. A panic of another holder does not leave it inconsistent: each change is an assignment.
+/// Locks the state. A panic of another holder does not make it inconsistent: each change is an assignment.
 fn lock(inner: &(Mutex<Inner>, Condvar)) -> MutexGuard<'_, Inner> {
     inner.0.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -24,7 +24,7 @@ use super::rate::Rolling;
 use super::report::{lost, StreamReport};
 use super::source::{Next, OpenSource, Source, SourceOptions, Totals};
 use super::synthetic::Synthetic;
-use super::StreamArgs;
+use super::{StreamArgs, REVOKED};
 
 /// Longest time between two messages that report to the server that the stream continues.
 const ALIVE_INTERVAL: Duration = Duration::from_millis(500);
@@ -424,7 +424,7 @@ impl Flow<'_> {
         let mut word = [0; CREDIT as usize];
         // Not truncated: the memory is mapped.
         let at = self.own.frames_bytes() as usize;
-        self.source.memory().span().try_read(at, &mut word)?;
+        self.source.memory().span().try_read(at, &mut word).context(REVOKED)?;
         let credited = u64::from_le_bytes(word);
         ensure!(
             (self.credited..=self.posted).contains(&credited),

@@ -100,7 +100,7 @@ impl Layout {
         Ok(())
     }
 
-    /// Returns the layouts to try, the best one first: as many slots as `buffer` has room for, then two, then the same for
+    /// Returns the layouts to try, the best one first: as many slots as fit in `buffer`, then two, then the same for
     /// half of the chunk and so on, unless the chunk is `fixed`.
     pub fn candidates(chunk: u64, fixed: bool, buffer: u64) -> impl Iterator<Item = Layout> {
         let halves = std::iter::successors(Some(chunk), move |chunk| {
@@ -203,7 +203,7 @@ mod tests {
         };
         assert_eq!(fit(64 << 20, false, 1 << 30).unwrap(), (64, 2));
         assert_eq!(fit(8 << 20, true, 1 << 30).unwrap(), (8, 16));
-        // A BAR of 64 MiB has room for two slots of less than half of it.
+        // A BAR of 64 MiB holds two slots of less than half of it.
         assert_eq!(fit(64 << 20, false, 64 << 20).unwrap(), (16, 2));
         assert_eq!(fit(16 << 20, true, 64 << 20).unwrap(), (16, 2));
         let error = format!("{:#}", fit(64 << 20, true, 64 << 20).unwrap_err());

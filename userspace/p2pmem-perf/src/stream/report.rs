@@ -14,11 +14,11 @@ use super::protocol::{StreamRequest, Verified};
 /// The report.
 #[derive(Debug, Clone, Serialize)]
 pub struct StreamReport {
-    /// Parameters of the stream. `chunk` is what was asked for.
+    /// Parameters of the stream. `chunk` is the requested size.
     pub request: StreamRequest,
     /// Name of the source.
     pub source: &'static str,
-    /// Bytes per second that the source was asked for; `None` for as many as the server takes.
+    /// Bytes per second that the source was requested to produce; `None` for as many as the server takes.
     pub source_rate: Option<u64>,
     /// The client's NIC and memory.
     pub client: Side,

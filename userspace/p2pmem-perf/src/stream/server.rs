@@ -18,6 +18,7 @@ use crate::wire::{check_endpoints, Control, Endpoint, FromClient, FromServer, VE
 use super::client::side;
 use super::frame;
 use super::protocol::{check_chunk, first_that_fits, Layout, StreamRequest, StreamResult, Verified};
+use super::REVOKED;
 
 /// Time between two looks for a message of the client.
 const CONTROL_INTERVAL: Duration = Duration::from_millis(50);
@@ -148,7 +149,8 @@ impl Order {
 
     fn check(&mut self, span: &Span, at: u64, chunk: u64) -> Result<()> {
         // Not truncated: the memory is mapped.
-        self.take(frame::check(span, at as usize, chunk as usize)?);
+        let checked = frame::check(span, at as usize, chunk as usize).context(REVOKED)?;
+        self.take(checked);
         Ok(())
     }
 }
@@ -246,7 +248,7 @@ impl Sink<'_> {
         Ok(())
     }
 
-    /// Tells the client how many frames were handled. Without a free word, a later credit tells the client.
+    /// Sends the number of handled frames to the client. Without a free word, a later credit has the number.
     fn send_credit(&mut self) -> Result<()> {
         let (sent, arrived) = self.credits;
         if self.credited == self.frames || sent - arrived >= CREDITS {
@@ -254,7 +256,8 @@ impl Sink<'_> {
         }
         let at = self.layout.frames_bytes() + sent % CREDITS * WORD;
         let span = self.memory.span();
-        span.try_write(at as usize, &self.frames.to_le_bytes())?;
+        span.try_write(at as usize, &self.frames.to_le_bytes())
+            .context(REVOKED)?;
         span.flush();
         let to = Remote {
             address: self.other.handled.at(0, WORD)?,

@@ -11,7 +11,7 @@ use crate::memory::Memory;
 
 use super::protocol::Layout;
 
-/// What a source is asked for.
+/// Parameters of a source.
 #[derive(Debug, Clone, Copy)]
 pub struct SourceOptions {
     /// Slots for frames, each of the size of a frame.

@@ -16,6 +16,7 @@ use super::frame;
 use super::pace::{Pace, Step, SHORTEST};
 use super::protocol::Layout;
 use super::source::{Next, Source, SourceFrame, SourceOptions, Totals};
+use super::REVOKED;
 
 /// The queue between the producer and the sender. Its entries are the slots of the memory.
 #[derive(Debug, Default)]
@@ -40,7 +41,7 @@ struct Shared {
 }
 
 impl Shared {
-    /// Locks the queue. A panic of the producer does not leave it inconsistent: each change is an assignment.
+    /// Locks the queue. A panic of the producer does not make it inconsistent: each change is an assignment.
     fn lock(&self) -> MutexGuard<'_, Fifo> {
         self.fifo.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -151,7 +152,7 @@ impl Consumer {
             return Ok(Next::Frame(SourceFrame { at, sequence }));
         }
         match &fifo.failure {
-            Some(failure) => bail!("generating samples: {failure}"),
+            Some(failure) => bail!("{REVOKED} Generating samples failed: {failure}"),
             None => Ok(Next::NotYet),
         }
     }
