@@ -38,6 +38,17 @@ pub struct Cluster {
     _dir: tempfile::TempDir,
 }
 
+/// How a server ends after its client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ServerEnd {
+    /// By itself: if it does not, its time limit has passed.
+    Must,
+    /// By itself, or it is stopped after a while.
+    May,
+    /// It is stopped at once: it serves one client after another.
+    Stopped,
+}
+
 /// The outcomes of a server and its client.
 #[derive(Debug)]
 pub struct Served {
@@ -213,7 +224,7 @@ impl Cluster {
     ///
     /// Those of [`Vm::exec`]; both nodes are the same, or one of them does not exist.
     pub fn serve(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
-        self.serve_with(server, client, false)
+        self.serve_with(server, client, ServerEnd::May)
     }
 
     /// As [`Cluster::serve`], for a server that must end by itself, whether its client succeeds or fails. A server that
@@ -223,10 +234,19 @@ impl Cluster {
     ///
     /// Those of [`Cluster::serve`].
     pub fn serve_to_the_end(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
-        self.serve_with(server, client, true)
+        self.serve_with(server, client, ServerEnd::Must)
     }
 
-    fn serve_with(&mut self, server: (&str, &Command), client: (&str, &Command), must_end: bool) -> Result<Served> {
+    /// Runs a server that does not end by itself, and stops it as soon as its client has ended.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Cluster::serve`].
+    pub fn serve_one_client(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
+        self.serve_with(server, client, ServerEnd::Stopped)
+    }
+
+    fn serve_with(&mut self, server: (&str, &Command), client: (&str, &Command), end: ServerEnd) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
         let slow = server_vm.kernel().time_factor;
@@ -254,14 +274,15 @@ impl Cluster {
                 matches!(answer, Err(RecvTimeoutError::Disconnected))
             };
             let limit = match &outcome {
-                _ if must_end => SERVER_MUST_END,
+                _ if end == ServerEnd::Must => SERVER_MUST_END,
+                _ if end == ServerEnd::Stopped => Duration::ZERO,
                 Some(Ok(outcome)) if fine(outcome) => SERVER_END,
                 _ => SERVER_END_AFTER_FAILURE,
             };
             if answer == Err(RecvTimeoutError::Timeout) {
                 stopper.time_out();
             } else if !has_ended(limit) {
-                if must_end {
+                if end == ServerEnd::Must {
                     stopper.time_out();
                 } else {
                     stopper.stop();

@@ -130,7 +130,7 @@ impl Bed {
         let last = PORT + runs.len() as u16 - 1;
         let server = Command::new(["bash", "-c", &serve]).limit(LIMIT).listen(Listen::Tcp(last));
         let client = Command::new(["bash", "-c", &run]).limit(LIMIT);
-        let served = self.script.cluster.serve((NODES[1], &server), (NODES[0], &client))?;
+        let served = self.script.cluster.serve_one_client((NODES[1], &server), (NODES[0], &client))?;
         let client = served.client.with_context(|| format!("the server ended: {:?}", served.server))?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         ensure!(

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use p2pmem_perf::matrix::Matrix;
+use p2pmem_perf::matrix::{Entry, Matrix};
 use p2pmem_perf::rpc::{Call, Cost};
 use serde::Serialize;
 
@@ -73,7 +73,7 @@ fn ends_in_host(from: &str, to: &str) -> f64 {
 }
 
 /// Returns the cells of a measured matrix. `host` is what the NICs moved meanwhile. `link_bytes` are the bytes that measured the
-/// link before the pairs, from host memory to host memory.
+/// link, from host memory to host memory: before the pairs, unless the matrix has this pair.
 ///
 /// NICs count bytes of the whole measurement. What the ends of the pairs in host memory explain is each pair's own; the rest is
 /// spread over all pairs.
@@ -107,6 +107,8 @@ pub fn cells(matrix: &Matrix, host: HostBytes, link_bytes: u64) -> Result<Vec<Ce
         .iter()
         .map(|(entry, numbers)| explained(&entry.from, &entry.to, &entry.mode) * numbers.moved_bytes as f64)
         .sum();
+    let is_link = |cell: &Entry| cell.from == HOST && cell.to == HOST && cell.mode == "write";
+    let link_bytes = if matrix.entries.iter().any(is_link) { 0 } else { link_bytes };
     let over_tcp = measured.iter().any(|(entry, _)| entry.mode == "tcp");
     let counted = host.connected + if over_tcp { host.datagrams } else { 0 };
     let rest = (counted as f64 - 2.0 * link_bytes as f64 - expected) / all.max(1) as f64;
@@ -332,7 +334,7 @@ mod tests {
 
     #[test]
     fn host_bytes_are_those_of_the_ends_and_a_rest() {
-        let measured = matrix(&[("cpu", "cpu", "write"), ("cpu", "cmb", "read"), ("fpga", "accelerator", "write")]);
+        let measured = matrix(&[("cpu", "cpu", "send"), ("cpu", "cmb", "read"), ("fpga", "accelerator", "write")]);
         // The link's measurement moved 2 MiB, the pairs 4 MiB each.
         let exact = cells(&measured, host((2 * 2 + 2 * 4 + 4) * MIB), 2 * MIB).unwrap();
         let bytes: Vec<f64> = exact.iter().map(|cell| cell.host_bytes_per_byte).collect();
@@ -340,6 +342,10 @@ mod tests {
         assert_eq!(exact[0].copied_bytes_per_byte, 0.25);
         let more = cells(&measured, host((2 * 2 + 2 * 4 + 4 + 3) * MIB), 2 * MIB).unwrap();
         assert_eq!(more[2].host_bytes_per_byte, 0.25);
+        // The pair that measures the link is not measured again.
+        let measured = matrix(&[("cpu", "cpu", "write"), ("fpga", "accelerator", "write")]);
+        let with_link = cells(&measured, host(2 * 4 * MIB), 4 * MIB).unwrap();
+        assert_eq!(with_link[1].host_bytes_per_byte, 0.0);
     }
 
     #[test]
