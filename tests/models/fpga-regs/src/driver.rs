@@ -477,6 +477,12 @@ mod tests {
             Fpga::open_in(devices.path(), "0000:01:00.0").unwrap().memory_size(),
             8192
         );
+        let memory = Fpga::open_in(devices.path(), "0000:01:00.0")
+            .unwrap()
+            .map_memory()
+            .unwrap();
+        assert_eq!(memory.load64(8184).unwrap(), 0);
+        assert!(matches!(memory.load64(8192), Err(Error::OutOfBounds)));
         let enable = std::fs::read_to_string(devices.path().join("0000:01:00.0/enable")).unwrap();
         assert_eq!(enable, "1");
         assert!(matches!(open(0xa2c1, &GOOD), Err(Error::NotAnFpga(..))));

@@ -98,8 +98,9 @@ impl StreamReport {
         writeln!(out, " server: {}, {} slots", memory(&self.server), self.server_slots)?;
         writeln!(
             out,
-            " {} frames, {} in {:.2} s: {:.2} MiB/s, rolling average {:.2} to {:.2} MiB/s",
+            " {} {}, {} in {:.2} s: {:.2} MiB/s, rolling average {:.2} to {:.2} MiB/s",
             self.frames,
+            if self.frames == 1 { "frame" } else { "frames" },
             human_size(self.bytes),
             self.seconds,
             self.average_mib_per_s,

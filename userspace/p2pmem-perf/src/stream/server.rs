@@ -226,10 +226,12 @@ impl Sink<'_> {
     /// Handles the completions that were polled.
     fn handle(&mut self) -> Result<()> {
         for completion in std::mem::take(&mut self.finished) {
+            let credit = completion.id & CREDIT_ID != 0;
             if let Some(failure) = completion.failure {
-                bail!("receiving frame {} failed: {failure}", self.frames);
+                let what = if credit { "sending the credit for" } else { "receiving" };
+                bail!("{what} frame {} failed: {failure}", self.frames);
             }
-            if completion.id & CREDIT_ID != 0 {
+            if credit {
                 self.credits.1 += 1;
                 continue;
             }
