@@ -34,6 +34,8 @@ const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 const POLL_WAIT: Duration = Duration::from_millis(1);
 /// Sleep of a client that does not poll, when there is nothing to do.
 const IDLE: Duration = Duration::from_micros(100);
+/// Maximum number of frames in flight. More keep the link no busier, and delay the end of the stream.
+const MAX_IN_FLIGHT: u32 = 16;
 /// Bytes of the credit word.
 const CREDIT: u64 = 8;
 const MIB: f64 = 1_048_576.0;
@@ -181,7 +183,7 @@ fn run_stream(
         "the source has larger frames than the server"
     );
     // The queue pair is dropped before the memory of the source.
-    let depth = own.slots.min(theirs.slots);
+    let depth = own.slots.min(theirs.slots).min(MAX_IN_FLIGHT);
     let completions = Completions::new(nic, depth + 1).context("creating a completion queue")?;
     let queue = QueuePair::new(&domain, &completions, depth + 1, 1)
         .with_context(|| format!("creating a queue pair on {} for {depth} frames", nic.name()))?;

@@ -100,8 +100,8 @@ impl Layout {
         Ok(())
     }
 
-    /// Returns the layouts to try, the best one first: as many slots as fit in `buffer`, then two, then the same for
-    /// half of the chunk and so on, unless the chunk is `fixed`.
+    /// Returns the layouts to try, the best one first: as many slots as fit in `buffer`, then half of them and so on
+    /// down to two, then the same for half of the chunk and so on, unless the chunk is `fixed`.
     pub fn candidates(chunk: u64, fixed: bool, buffer: u64) -> impl Iterator<Item = Layout> {
         let halves = std::iter::successors(Some(chunk), move |chunk| {
             let half = chunk / 2;
@@ -109,11 +109,8 @@ impl Layout {
         });
         halves.flat_map(move |chunk| {
             let most = (buffer / chunk).clamp(*SLOTS.start(), *SLOTS.end()) as u32;
-            let fewer = (most > 2).then_some(2);
-            [Some(most), fewer]
-                .into_iter()
-                .flatten()
-                .map(move |slots| Layout { chunk, slots })
+            let fewer = |slots: &u32| (*slots > 2).then_some((slots / 2).max(2));
+            std::iter::successors(Some(most), fewer).map(move |slots| Layout { chunk, slots })
         })
     }
 }
@@ -206,6 +203,7 @@ mod tests {
         // A BAR of 64 MiB holds two slots of less than half of it.
         assert_eq!(fit(64 << 20, false, 64 << 20).unwrap(), (16, 2));
         assert_eq!(fit(16 << 20, true, 64 << 20).unwrap(), (16, 2));
+        assert_eq!(fit(1 << 20, true, 64 << 20).unwrap(), (1, 32));
         let error = format!("{:#}", fit(64 << 20, true, 64 << 20).unwrap_err());
         assert!(
             error.contains("two chunks of 64 MiB") && error.ends_with(&format!("{} bytes", (128 << 20) + WORDS)),
