@@ -6,8 +6,8 @@ use anyhow::Result;
 
 use crate::report::{Report, SizeResult};
 
-/// Receives what a measurement reports. A method that fails ends the measurement with its error: the other side is told,
-/// and all memory is given back. All methods are called on the thread that measures, and should return soon: messages
+/// Receives what a measurement reports. A method that fails ends the measurement with its error: the other side is
+/// notified, and all memory is given back. All methods are called on the thread that measures, and should return soon: messages
 /// stay in flight meanwhile, but the other side waits for signs of life.
 pub trait Observer {
     /// The measurement waits, or messages are in flight. Called several times a second, so that a caller who wants to end

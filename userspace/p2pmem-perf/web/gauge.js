@@ -129,7 +129,7 @@ function heatCell(mode, from, to) {
   return {
     element,
     update(entry, running) {
-      const measured = entry && entry.mib_per_s !== undefined && entry.mib_per_s !== null;
+      const measured = typeof entry?.mib_per_s === "number";
       const heat = measured ? Math.min(1, Math.max(0, entry.ratio_to_link)) : 0;
       element.style.setProperty("--heat", `${(45 * heat).toFixed(1)}%`);
       setText(ratio, measured ? entry.ratio_to_link.toFixed(2) : entry?.error ? "–" : running ? "…" : "");

@@ -29,7 +29,7 @@ export function setHidden(element, hidden) {
 }
 
 export function setClass(element, name, present) {
-  element.classList.toggle(name, present);
+  element.classList.toggle(name, Boolean(present));
 }
 
 const lists = new WeakMap();

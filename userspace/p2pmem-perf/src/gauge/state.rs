@@ -266,7 +266,7 @@ impl Gauge {
     /// Measures on the thread of the job.
     fn measure(self: Arc<Self>, request: &Request) {
         let observer = JobObserver::new(Arc::clone(&self));
-        // A panic must not leave a job behind that nobody ends.
+        // After a panic, the job ends too.
         let measured = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match request {
             Request::Run(args) => self.measurements.run(args, &observer).map(drop),
             Request::Matrix(args) => self.measurements.matrix(args, &observer).map(drop),
@@ -306,7 +306,7 @@ impl Gauge {
         self.changed.notify();
     }
 
-    /// Asks the job with this number to end. Returns whether it runs.
+    /// Stops the job with this number. Returns whether it runs.
     pub(super) fn stop(&self, id: u64, by: String) -> bool {
         let mut inner = self.inner();
         let Some(job) = inner.job.as_mut().filter(|job| job.id == id) else {
@@ -319,7 +319,7 @@ impl Gauge {
         true
     }
 
-    /// Returns who asked the job to end.
+    /// Returns the viewer that stopped the job.
     pub(super) fn stopped_by(&self) -> Option<String> {
         self.inner().job.as_ref()?.stopped_by.clone()
     }
