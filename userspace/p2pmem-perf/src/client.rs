@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{bail, ensure, Context, Result};
 use indicatif::ProgressBar;
@@ -261,6 +261,7 @@ fn one_size(
         size,
         sessions.first().map_or(0, |session| session.test().messages(size)),
     )?;
+    let started = SystemTime::now();
     let done = run_sessions(control, sessions, size, own, observer)?;
     control.send(&FromClient::Finish)?;
     let FromServer::Finished(found) = receive(control, own.timeout, observer)? else {
@@ -277,6 +278,9 @@ fn one_size(
     let nics = nics.map(|((session, ran), found)| result(session, size, ran, found));
     let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics.collect());
     let test = sessions.first().map(NicSession::test);
+    // A clock before 1970 is wrong anyway.
+    let since = started.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    result.started_unix_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
     result.window = test.map(|test| test.chunk(size)).filter(|chunk| *chunk < size);
     Ok(result)
 }
@@ -290,6 +294,7 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
         latency: Latency::new([&ran.times]),
         cpu_us_client: each(ran.cpu.as_nanos() as f64),
         cpu_us_server: each(found.cpu_ns as f64),
+        process_us_server: each(found.process_ns as f64),
         copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
@@ -437,6 +442,7 @@ mod tests {
             latency: Latency::new([&times]),
             cpu_us_client: 0.0,
             cpu_us_server: 0.0,
+            process_us_server: 0.0,
             copied_client: 0,
             copied_server: 0,
             checked: None,

@@ -9,14 +9,13 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, Result};
 use p2pmem::short_size;
 use p2pmem_verbs::Domain;
-use rustix::time::{clock_gettime, ClockId};
 use serde::Serialize;
 
 use crate::cli::{MemoryKind, RegisterArgs};
 use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
 use crate::print_json;
 use crate::progress;
-use crate::session::open_nics;
+use crate::session::{open_nics, process_time};
 
 /// Cost of the registration of one kind and size of memory.
 #[derive(Debug, Clone, Serialize)]
@@ -118,13 +117,6 @@ fn sources(args: &RegisterArgs) -> Vec<Origin<'_>> {
     }
 }
 
-/// Returns the CPU time of this process, in user and kernel mode.
-fn cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
-    Duration::from_secs(seconds) + Duration::from_nanos(u64::try_from(time.tv_nsec).unwrap_or(0))
-}
-
 fn measure(
     from: Origin<'_>,
     args: &RegisterArgs,
@@ -148,10 +140,10 @@ fn measure(
     };
     let (mut on, mut busy, mut off, mut method) = (Vec::new(), Vec::new(), Vec::new(), String::new());
     for _ in 0..args.iters {
-        let (start, work) = (Instant::now(), cpu_time());
+        let (start, work) = (Instant::now(), process_time());
         let memory: Memory = source.register(domain)?;
         on.push(start.elapsed());
-        busy.push(cpu_time().saturating_sub(work));
+        busy.push(process_time().saturating_sub(work));
         method = memory.method();
         let start = Instant::now();
         source = memory.deregister()?;
@@ -178,13 +170,13 @@ mod tests {
     use p2pmem_verbs::Span;
 
     #[test]
-    fn cpu_time_increases() {
-        let before = cpu_time();
+    fn processor_time_increases() {
+        let before = process_time();
         let span = Span::host(1 << 20).unwrap();
         let other = Span::host(1 << 20).unwrap();
-        while cpu_time() == before {
+        while process_time() == before {
             span.copy_to(0, &other, 0, 1 << 20);
         }
-        assert!(cpu_time() > before);
+        assert!(process_time() > before);
     }
 }

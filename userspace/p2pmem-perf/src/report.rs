@@ -25,6 +25,10 @@ pub struct NicResult {
     pub cpu_us_client: f64,
     /// Microseconds of processor time of the server for a message: 0 if the server takes no part.
     pub cpu_us_server: f64,
+    /// Microseconds of processor time of the server's whole process for a message: also that of the connection to the client,
+    /// which takes part a few times a second.
+    #[serde(default)]
+    pub process_us_server: f64,
     /// Bytes that the client's processor copied.
     pub copied_client: u64,
     /// Bytes that the server's processor copied.
@@ -48,6 +52,9 @@ pub struct SizeResult {
     /// Bytes of the window through which each message moved; `None` if messages moved as a whole.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub window: Option<u64>,
+    /// When the first message was posted, in nanoseconds since 1970 by the client's clock.
+    #[serde(default)]
+    pub started_unix_ns: u64,
     /// Result of each NIC.
     pub nics: Vec<NicResult>,
 }
@@ -71,6 +78,7 @@ impl SizeResult {
             gib_per_s: speed.average_mib_per_s / 1024.0,
             verified,
             window: None,
+            started_unix_ns: 0,
             nics,
         }
     }
@@ -225,6 +233,7 @@ mod tests {
             latency: Latency::new([&times]),
             cpu_us_client: 2.5,
             cpu_us_server: 0.0,
+            process_us_server: 0.0,
             copied_client: 0,
             copied_server: 0,
             checked,

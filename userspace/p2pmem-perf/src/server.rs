@@ -13,7 +13,7 @@ use p2pmem_verbs::Nic;
 
 use crate::cli::{MemoryKind, OwnArgs, ServeArgs};
 use crate::memory::{self, MemoryOptions, Wanted};
-use crate::session::{describe, open_nics, NicSession, Role, Served};
+use crate::session::{describe, open_nics, process_time, NicSession, Role, Served};
 use crate::stream;
 use crate::tcp::PayloadListener;
 use crate::waiter::Stop;
@@ -151,6 +151,7 @@ pub fn with_peer_memory(own: &OwnArgs, peer: Option<&PeerMemory>) -> Result<OwnA
 /// Runs the messages of one size, from `start` to `finished`.
 fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &OwnArgs) -> Result<()> {
     sessions.iter().try_for_each(|session| session.prepare(size))?;
+    let before = process_time();
     control.send(&FromServer::Started)?;
     let stop = Stop::default();
     let served = thread::scope(|scope| {
@@ -169,10 +170,13 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
         }
         all
     })?;
+    let process = process_time() - before;
+    let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
         checked: session.check(size, served.checked.as_ref()),
         copied: served.copied,
-        cpu_ns: u64::try_from(served.cpu.as_nanos()).unwrap_or(u64::MAX),
+        cpu_ns: ns(served.cpu),
+        process_ns: ns(process),
     });
     control.send(&FromServer::Finished(found.collect()))
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
 use p2pmem_verbs::{Completions, Domain, Nic, QueuePair, Remote, Request, Retries, Segment, Span, Work};
+use rustix::time::{clock_gettime, ClockId};
 
 use crate::cli::{MemoryKind, OwnArgs};
 use crate::memory::{Memory, MemoryOptions};
@@ -108,8 +109,17 @@ pub struct Ran {
 
 /// Returns the processor time that this thread has used.
 pub(crate) fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    // The clock starts at zero.
+    time_of(ClockId::ThreadCPUTime)
+}
+
+/// Returns the processor time that all threads of this process have used.
+pub(crate) fn process_time() -> Duration {
+    time_of(ClockId::ProcessCPUTime)
+}
+
+fn time_of(clock: ClockId) -> Duration {
+    let time = clock_gettime(clock);
+    // These clocks start at zero.
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 

@@ -392,6 +392,9 @@ pub struct ServerResult {
     pub copied: u64,
     /// Nanoseconds of processor time that the server used for the messages.
     pub cpu_ns: u64,
+    /// Nanoseconds of processor time of the server's whole process until the client has finished: the threads of all NICs,
+    /// and the connection to the client. The same for each NIC.
+    pub process_ns: u64,
 }
 
 /// Messages of the client.

@@ -128,10 +128,17 @@ impl Bed {
         serve += "wait\n";
         run += "for pid in \"${pids[@]}\"; do wait \"$pid\"; done\ncat /run/perf.*; rm /run/perf.*\n";
         let last = PORT + runs.len() as u16 - 1;
-        let server = Command::new(["bash", "-c", &serve]).limit(LIMIT).listen(Listen::Tcp(last));
+        let server = Command::new(["bash", "-c", &serve])
+            .limit(LIMIT)
+            .listen(Listen::Tcp(last));
         let client = Command::new(["bash", "-c", &run]).limit(LIMIT);
-        let served = self.script.cluster.serve_one_client((NODES[1], &server), (NODES[0], &client))?;
-        let client = served.client.with_context(|| format!("the server ended: {:?}", served.server))?;
+        let served = self
+            .script
+            .cluster
+            .serve_one_client((NODES[1], &server), (NODES[0], &client))?;
+        let client = served
+            .client
+            .with_context(|| format!("the server ended: {:?}", served.server))?;
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         ensure!(
             client.status == (Status::Exited { code: 0 }),
@@ -142,9 +149,16 @@ impl Bed {
             text(&served.server.stderr)
         );
         let lines = text(&client.stdout);
-        let results = lines.lines().map(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
+        let results = lines
+            .lines()
+            .map(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
         let results: Vec<T> = results.collect::<Result<_>>()?;
-        ensure!(results.len() == runs.len(), "{} results of {}: {lines}", results.len(), runs.len());
+        ensure!(
+            results.len() == runs.len(),
+            "{} results of {}: {lines}",
+            results.len(),
+            runs.len()
+        );
         Ok(results)
     }
 
@@ -200,7 +214,10 @@ impl Bed {
 
     fn control(&mut self, node: &str, request: Value) -> Result<Value> {
         let name = NICS[0].to_owned();
-        self.script.cluster.node(node)?.serve(&Request::Control { name, request })
+        self.script
+            .cluster
+            .node(node)?
+            .serve(&Request::Control { name, request })
     }
 }
 
@@ -214,7 +231,9 @@ impl Counted {
         let mut sum = 0;
         for node in NODES {
             for nic in NICS {
-                let Some(found) = self.counters[node].get(nic) else { continue };
+                let Some(found) = self.counters[node].get(nic) else {
+                    continue;
+                };
                 let value = found["counters"][group][counter].as_u64();
                 sum += value.with_context(|| format!("{node}, {nic}: no counter {group}.{counter}"))?;
             }

@@ -55,7 +55,9 @@ fn busiest(steps: &[Step], point: Point) -> Option<u32> {
 fn parts(own: &[&Step], peer: &[&Step], from: u64, to: u64) -> Option<[u64; TERMS.len()]> {
     let next = |steps: &[&Step], point, after: u64| -> Option<Step> {
         let mut steps = steps.iter().filter(|step| step.point == point);
-        steps.find(|step| (after..to).contains(&step.begin_ns)).map(|step| **step)
+        steps
+            .find(|step| (after..to).contains(&step.begin_ns))
+            .map(|step| **step)
     };
     let fetch = next(own, Point::Fetch, from)?;
     let read = next(own, Point::Read, fetch.end_ns)?;
@@ -130,9 +132,13 @@ impl Decomposition {
             })
             .collect();
         let nics = median(found.iter().map(|parts| parts.iter().sum()).collect());
+        ensure!(
+            nics <= total_us,
+            "{name}: the NICs' steps take {nics} us, the message {total_us} us"
+        );
         terms.push(Term {
             term: PROCESSOR.to_owned(),
-            us: (total_us - nics).max(0.0),
+            us: total_us - nics,
         });
         Ok(Self {
             name: name.to_owned(),
@@ -208,6 +214,11 @@ mod tests {
         assert!(error(&own, &peer).contains("only 1 of 3"), "{}", error(&own, &peer));
         assert!(error(&Steps::default(), &peer).contains("no doorbell"));
         assert!(error(&own, &Steps::default()).contains("no write"));
+        let [own, peer_of_all] = traces(&[1000, 2000, 3000]);
+        let error_of_total = Decomposition::new("test", &own, &peer_of_all, 0.1)
+            .unwrap_err()
+            .to_string();
+        assert!(error_of_total.contains("steps take 0.2 us"), "{error_of_total}");
         peer.missed = 1;
         assert!(error(&own, &peer).contains("too short"));
     }

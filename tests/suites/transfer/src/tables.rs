@@ -49,7 +49,10 @@ fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
         row.extend(columns.iter().map(|to| {
             let cell = all.iter().find(|cell| cell.from == from && cell.to == *to);
             cell.map_or_else(String::new, |cell| {
-                format!("{:.2} / {:.1} / {:.1}", cell.ratio_to_link, cell.host_bytes_per_byte.abs(), cell.copied_bytes_per_byte)
+                format!(
+                    "{:.2} / {:.1} / {:.1}",
+                    cell.ratio_to_link, cell.host_bytes_per_byte, cell.copied_bytes_per_byte
+                )
             })
         }));
         row
@@ -60,12 +63,24 @@ fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
 /// Returns the matrices of all modes.
 pub fn matrices(report: &Report) -> Vec<String> {
     let modes = distinct(&report.matrix, |cell| &cell.mode);
-    modes.into_iter().flat_map(|mode| matrix(&report.matrix, mode)).collect()
+    modes
+        .into_iter()
+        .flat_map(|mode| matrix(&report.matrix, mode))
+        .collect()
 }
 
 /// Returns the table of calls.
 pub fn calls(report: &Report) -> Vec<String> {
-    let names = ["CALL", "BYTES", "WAITING", "MEDIAN us", "99 % us", "99.9 % us", "CLIENT INSTRUCTIONS", "SERVER INSTRUCTIONS"];
+    let names = [
+        "CALL",
+        "BYTES",
+        "WAITING",
+        "MEDIAN us",
+        "99 % us",
+        "99.9 % us",
+        "CLIENT INSTRUCTIONS",
+        "SERVER INSTRUCTIONS",
+    ];
     let rows = report.rpc.iter().map(|cost| {
         let call = if cost.batch > 1 {
             format!("{} of {}", cost.name.name(), cost.batch)
@@ -97,7 +112,11 @@ pub fn decompositions(report: &Report) -> Vec<String> {
             vec![
                 term.term.clone(),
                 format!("{:.1}", term.us),
-                format!("{:>3.0} % {:<25}", 100.0 * part, "#".repeat((25.0 * part).round() as usize)),
+                format!(
+                    "{:>3.0} % {:<25}",
+                    100.0 * part,
+                    "#".repeat((25.0 * part).round() as usize)
+                ),
             ]
         });
         all.extend(lines(&names, rows.collect()));
