@@ -32,6 +32,12 @@ pub const TESTS: &[Test] = &[
         alone: false,
         run: left_alone,
     },
+    Test {
+        name: "perf::the-gauge-measures-and-stops",
+        topology: "pair",
+        alone: false,
+        run: gauge,
+    },
 ];
 
 /// Makes a software NIC on an interface of its own, so that both sides of a test run on one node.
@@ -224,5 +230,84 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
             return Err(failure(&[&outcome], format!("{command} said {said:?}, not {words:?}")));
         }
     }
+    Ok(())
+}
+
+/// A viewer of the gauge: starts and stops measurements by its interface for programs, and prints the results.
+const VIEWER: &str = r#"
+import json, urllib.error, urllib.request
+
+def request(path, body=None):
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Authorization": "Bearer 0123456789abcdef", "Content-Type": "application/json"}
+    return urllib.request.urlopen(urllib.request.Request("http://127.0.0.1:8521/api" + path, data, headers), timeout=120)
+
+def until(condition):
+    for line in request("/events"):
+        if line.startswith(b"data: "):
+            state = json.loads(line[6:])
+            if condition(state):
+                return state
+
+run = {"memory": "cpu", "peer_memory": "cpu", "mode": "write", "size": "64K", "messages": 10000000, "nics": ["rxe0"]}
+first = json.load(request("/run", run))["id"]
+until(lambda state: any(sample["ports"]["rxe0"] > 0 for sample in state["history"]))
+try:
+    request("/run", run)
+    raise SystemExit("a second run was started")
+except urllib.error.HTTPError as error:
+    assert error.code == 409, error
+request(f"/jobs/{first}/stop", {})
+idle = lambda state: state["job"] is None
+until(idle)
+request("/run", {**run, "size": "8,64K", "messages": 20, "verify": True})
+until(idle)
+matrix = {**run, "memory": ["cpu"], "peer_memory": ["cpu"], "modes": ["write", "send"], "messages": 20}
+del matrix["mode"]
+request("/matrix", matrix)
+until(idle)
+print(request("/export.json").read().decode())
+"#;
+
+fn gauge(cluster: &mut Cluster) -> Result<()> {
+    let vm = node(cluster)?;
+    let perf = perf()?;
+    let script = format!(
+        "set -e
+        cd $(mktemp -d)
+        echo 0123456789abcdef >token
+        chmod 600 token
+        {perf} serve --forever --nic rxe0 --gid-index 1 --events --timeout 100 & server=$!
+        {perf} gauge --server 127.0.0.1 --gid-index 1 --timeout 100 --token-file token >page & gauge=$!
+        # Ended by this test's own limit.
+        while ! grep -q 'gauge at http://127.0.0.1:8521/' page; do sleep 0.1; done
+        cat >viewer.py <<'END'
+{VIEWER}
+END
+        python3 viewer.py
+        kill $gauge $server"
+    );
+    let outcome = clean(vm, &script)?;
+    let results: Value = serde_json::from_slice(&outcome.stdout).context("results of the gauge")?;
+    let (stopped, complete) = (&results["runs"][1], &results["runs"][0]);
+    ensure!(
+        stopped["error"] == "stopped by the viewer at 127.0.0.1",
+        "the first run was not stopped: {stopped}"
+    );
+    let sizes = complete["report"]["results"]
+        .as_array()
+        .context("a run without results")?;
+    ensure!(
+        complete["error"].is_null() && sizes.len() == 2 && sizes.iter().all(|size| size["verified"] == true),
+        "the second run is not complete: {complete}"
+    );
+    let entries = results["matrix"]["entries"]
+        .as_array()
+        .context("a matrix without entries")?;
+    let measured = |entry: &Value| entry["mib_per_s"].as_f64() > Some(0.0);
+    ensure!(
+        entries.len() == 2 && entries.iter().all(measured),
+        "the matrix is not complete: {results}"
+    );
     Ok(())
 }
