@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `rpc`: compares the ways to put bytes into another node's memory: two-sided calls and one-sided requests, with each way
-//! of waiting. Each message waits for the one before, except in batches.
+//! `rpc`: compares two-sided calls with one-sided requests that put bytes into another node's memory, with each kind of
+//! waiting. Each message waits for the one before, except in batches.
 
 use std::io::Write;
 
@@ -18,7 +18,7 @@ use crate::sizes::{messages, Sizes};
 use crate::waiter::How;
 use crate::wire::Mode;
 
-/// A way to put bytes into the memory of another node, or to get them.
+/// A call or request that puts bytes into the memory of another node, or gets them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Call {
@@ -58,7 +58,7 @@ pub struct RpcArgs {
     /// The server.
     pub host: String,
 
-    /// Options of this side. The client waits in each way of --waiting.
+    /// Options of this side. The client waits as --waiting says.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -80,7 +80,7 @@ pub struct RpcArgs {
     )]
     pub call: Vec<Call>,
 
-    /// Ways to wait for completions, of client and server.
+    /// How client and server wait for completions.
     #[arg(
         long,
         value_enum,
@@ -160,7 +160,7 @@ pub struct Rpc {
     pub client: String,
     /// The server's kind of memory.
     pub server: String,
-    /// One entry for each call, way of waiting, and size.
+    /// One entry for each call, kind of waiting, and size.
     pub rpc: Vec<Cost>,
 }
 
@@ -188,7 +188,7 @@ impl Cost {
     }
 }
 
-/// Measures each call with each way of waiting. `observer` hears of each run; `found` gets each cost as soon as it is
+/// Measures each call with each kind of waiting. `observer` is notified of each run; `found` gets each cost as soon as it is
 /// known.
 ///
 /// # Errors

@@ -166,7 +166,11 @@ mod tests {
         trace.end(trace.begin(), Point::Read, 64, 4096);
         trace.end(trace.begin(), Point::Complete, 64, 0);
         let found = trace.take();
-        let points: Vec<_> = found.steps.iter().map(|step| (step.point, step.qpn, step.bytes)).collect();
+        let points: Vec<_> = found
+            .steps
+            .iter()
+            .map(|step| (step.point, step.qpn, step.bytes))
+            .collect();
         assert_eq!(points, [(Point::Doorbell, 64, 0), (Point::Read, 64, 4096)]);
         assert_eq!(found.missed, 1);
         assert_eq!(found.steps[0].begin_ns, found.steps[0].end_ns);

@@ -35,7 +35,15 @@ fn a_write_has_every_step_in_order() {
     for step in &trace.steps {
         let payload = matches!(step.point, Read | Write);
         assert_eq!(step.bytes, if payload { LEN as u64 } else { 0 }, "{step:?}");
-        assert_eq!(step.qpn, if matches!(step.point, Send | Receive) { 0 } else { qp.number }, "{step:?}");
+        assert_eq!(
+            step.qpn,
+            if matches!(step.point, Send | Receive) {
+                0
+            } else {
+                qp.number
+            },
+            "{step:?}"
+        );
         assert!(step.begin_ns <= step.end_ns, "{step:?}");
     }
     // One worker does all steps after the doorbell, one after the other.
