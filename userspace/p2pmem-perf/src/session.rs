@@ -456,6 +456,7 @@ impl NicSession {
             session: self,
             size,
             waiter: self.waiter(own, stop),
+            limit: own.timeout,
             other,
             slots,
             chunks: clock.chunks(),
@@ -544,6 +545,8 @@ struct Run<'a> {
     session: &'a NicSession,
     size: u64,
     waiter: Waiter,
+    /// Longest wait until the server has handled one more chunk.
+    limit: Duration,
     other: &'a Endpoint,
     slots: Slots,
     /// Number of chunks of all messages.
@@ -646,6 +649,7 @@ impl Run<'_> {
         let session = self.session;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
         let mut reading = false;
+        let mut handling = Handling::new(self.limit);
         let mut completions = Vec::new();
         let peer_word = session.handled_at() + PEER_WORD;
         let read_word = Request {
@@ -681,6 +685,9 @@ impl Run<'_> {
                         "the other side reports {now_handled} handled chunks: at least {handled} and at most {written} \
                          are possible"
                     );
+                    handling.check(now_handled > handled, Instant::now(), &|| {
+                        session.test.part(self.size, handled)
+                    })?;
                     self.clock.finish(now_handled - handled);
                     handled = now_handled;
                 } else if completion.id == written {
@@ -721,6 +728,43 @@ impl Run<'_> {
             work: Work::Write(to, Some(chunk as u32)),
             signaled: true,
         })
+    }
+}
+
+/// Limits the time in which the server handles no chunk. The server's NIC answers the RDMA READs of the handshake word also if
+/// the server's program is stopped, so the limit on the wait for a completion does not end such a test.
+struct Handling {
+    limit: Duration,
+    since: Instant,
+}
+
+impl Handling {
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            since: Instant::now(),
+        }
+    }
+
+    /// Checks the limit after a read of the handshake word at `now`. `moved` says whether the word has changed; `what`
+    /// describes the awaited chunk.
+    ///
+    /// # Errors
+    ///
+    /// The word has not changed for the limit.
+    fn check(&mut self, moved: bool, now: Instant, what: &dyn Fn() -> String) -> Result<()> {
+        if moved {
+            self.since = now;
+            return Ok(());
+        }
+        ensure!(
+            now.saturating_duration_since(self.since) < self.limit,
+            "the other side did not handle {} within {:?}, but its NIC answers: is its p2pmem-perf stopped? --timeout sets \
+             the limit",
+            what(),
+            self.limit
+        );
+        Ok(())
     }
 }
 
@@ -879,6 +923,23 @@ mod tests {
         let times = clock.times();
         assert_eq!((times.posted.len(), times.done.len()), (2, 2));
         assert!(times.posted[0] <= times.done[0] && times.posted[1] <= times.done[1]);
+    }
+
+    #[test]
+    fn a_server_that_handles_nothing_is_reported() {
+        let limit = Duration::from_secs(30);
+        let mut handling = Handling::new(limit);
+        let start = handling.since;
+        let what = || "message 3 of 9".to_owned();
+        handling.check(false, start + limit / 2, &what).unwrap();
+        // A chunk that is handled starts the limit again.
+        handling.check(true, start + limit, &what).unwrap();
+        handling.check(false, start + limit * 3 / 2, &what).unwrap();
+        let error = handling.check(false, start + limit * 2, &what).unwrap_err().to_string();
+        assert!(
+            error.contains("message 3 of 9") && error.contains("the other side") && error.contains("--timeout"),
+            "{error}"
+        );
     }
 
     #[test]
