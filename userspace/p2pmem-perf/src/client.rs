@@ -23,7 +23,7 @@ use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
 use crate::server::{connect, sessions, side, space};
-use crate::session::{open_nics, NicSession, Ran, Role};
+use crate::session::{is_target, open_nics, NicSession, Ran, Role};
 use crate::stats::{Latency, Speed, Times};
 use crate::tcp::Payload;
 use crate::waiter::Stop;
@@ -275,14 +275,38 @@ fn one_size(
     );
     let times: Vec<Times> = done.iter().map(|ran| ran.times.clone()).collect();
     let nics = sessions.iter().zip(&done).zip(found);
-    let nics = nics.map(|((session, ran), found)| result(session, size, ran, found));
-    let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics.collect());
+    let nics = nics.map(|((session, ran), found)| {
+        check_result(session.test(), size, &found)?;
+        Ok(result(session, size, ran, found))
+    });
+    let nics = nics.collect::<Result<_>>()?;
+    let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics);
     let test = sessions.first().map(NicSession::test);
     // A clock before 1970 is wrong anyway.
     let since = started.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     result.started_unix_ns = u64::try_from(since.as_nanos()).unwrap_or(u64::MAX);
     result.window = test.map(|test| test.chunk(size)).filter(|chunk| *chunk < size);
     Ok(result)
+}
+
+/// Checks what the server reports for the messages of `size` bytes on one NIC.
+///
+/// # Errors
+///
+/// The server did not compare its memory although the test requests this, or reports more copied bytes than all messages
+/// have.
+fn check_result(test: &Test, size: u64, found: &ServerResult) -> Result<()> {
+    ensure!(
+        !test.verify || !is_target(test.mode, Role::Server) || found.checked.is_some(),
+        "the server did not compare its memory, as --verify requests: use the same p2pmem-perf on both sides"
+    );
+    let most = test.messages(size).saturating_mul(size);
+    ensure!(
+        found.copied <= most,
+        "the server reports {} copied bytes, and all messages have {most}: use the same p2pmem-perf on both sides",
+        found.copied
+    );
+    Ok(())
 }
 
 fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> NicResult {
@@ -416,6 +440,35 @@ mod tests {
         let stopper = Stopper(Cell::new(1));
         let stopped = reach_while("127.0.0.1", port, Duration::from_secs(600), &|| stopper.proceed());
         assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer at 10.0.0.9");
+    }
+
+    #[test]
+    fn the_servers_results_are_checked() {
+        let test = |options: &str| {
+            let line = format!("p2pmem-perf run host --size 4K -n 10 {options}");
+            let cli = <crate::cli::Cli as clap::Parser>::parse_from(line.split_whitespace());
+            let crate::cli::Command::Run(args) = cli.command else {
+                panic!("not run")
+            };
+            args.test(1)
+        };
+        let none = ServerResult::default();
+        let error = check_result(&test("--verify"), 4096, &none).unwrap_err().to_string();
+        assert!(error.contains("did not compare"), "{error}");
+        // The client compares what it reads.
+        check_result(&test("--verify --mode read"), 4096, &none).unwrap();
+        check_result(&test(""), 4096, &none).unwrap();
+        let copied = |copied| ServerResult {
+            copied,
+            ..ServerResult::default()
+        };
+        check_result(&test("--staged"), 4096, &copied(40_960)).unwrap();
+        for bytes in [40_961, u64::MAX] {
+            let error = check_result(&test("--staged"), 4096, &copied(bytes))
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains("copied bytes"), "{error}");
+        }
     }
 
     #[test]
