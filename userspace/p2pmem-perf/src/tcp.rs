@@ -72,34 +72,43 @@ impl PayloadListener {
         let deadline = Instant::now() + limit;
         let mut all: Vec<Option<Payload>> = (0..nics).map(|_| None).collect();
         while all.iter().any(Option::is_none) {
+            ensure!(
+                Instant::now() < deadline,
+                "the client did not connect for the payload within {limit:?}: can it reach port {}?",
+                self.port.port
+            );
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    if let Some(index) = self.index(&stream) {
+                    let first = deadline.min(Instant::now() + FIRST_WORDS);
+                    if let Some(index) = self.index(&stream, first) {
                         let place = all.get_mut(index).context("the client has connected too often")?;
                         ensure!(place.is_none(), "the client has connected twice for a NIC");
                         *place = Some(Payload::new(stream)?);
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    ensure!(
-                        Instant::now() < deadline,
-                        "the client did not connect for the payload within {limit:?}: can it reach port {}?",
-                        self.port.port
-                    );
-                    wait(&self.listener, PollFlags::IN)?;
-                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => wait(&self.listener, PollFlags::IN)?,
                 Err(error) => return Err(error).context("waiting for the connection of the payload"),
             }
         }
         Ok(all.into_iter().flatten().collect())
     }
 
-    /// Returns the number of the NIC of a connection; `None` if the connection is not that of this client.
-    fn index(&self, mut stream: &TcpStream) -> Option<usize> {
+    /// Returns the number of the NIC of a connection; `None` if the connection is not that of this client, or its first words
+    /// did not arrive before `deadline`.
+    fn index(&self, mut stream: &TcpStream, deadline: Instant) -> Option<usize> {
         let mut words = [0; 2 * WORD];
-        stream.set_nonblocking(false).ok()?;
-        stream.set_read_timeout(Some(FIRST_WORDS)).ok()?;
-        stream.read_exact(&mut words).ok()?;
+        stream.set_nonblocking(true).ok()?;
+        let mut have = 0;
+        while have < words.len() {
+            if Instant::now() >= deadline {
+                return None;
+            }
+            match ready(stream.read(&mut words[have..])).ok()? {
+                Some(0) => return None,
+                Some(count) => have += count,
+                None => wait(stream, PollFlags::IN).ok()?,
+            }
+        }
         let (token, index) = words.split_at(WORD);
         let word = |bytes: &[u8]| bytes.try_into().map(u64::from_le_bytes).ok();
         (word(token)? == self.port.token).then_some(())?;
@@ -346,6 +355,14 @@ mod tests {
         (client, server)
     }
 
+    /// Accepts a connection that was made before.
+    fn accept_blocking(listener: &TcpListener) -> (TcpStream, std::net::SocketAddr) {
+        listener.set_nonblocking(false).unwrap();
+        let accepted = listener.accept().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        accepted
+    }
+
     #[test]
     fn every_byte_arrives_in_its_slot() {
         // (bytes of a chunk, depth, messages, chunks of a message)
@@ -387,7 +404,12 @@ mod tests {
         let (_client, idle) = pair();
         let error = idle.receive(&span, &slots, 5, |_| {}, short, &stop).unwrap_err();
         assert!(error.to_string().contains("chunk 0 of 5"), "{error}");
-        // A peer that ends the connection, in the middle of a chunk.
+        // A peer that ends the connection after whole chunks, and in the middle of a chunk.
+        drop(client);
+        let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
+        assert_eq!(error.to_string(), ENDED);
+        let (client, server) = pair();
+        (&client.stream).write_all(&[7; 2048]).unwrap();
         drop(client);
         let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
         assert_eq!(error.to_string(), ENDED);
@@ -423,11 +445,21 @@ mod tests {
         assert_eq!(peers, [local(&first), local(&second)]);
         other.set_nonblocking(false).unwrap();
         other.set_read_timeout(Some(LIMIT)).unwrap();
-        // The end, or an error because the server did not read the words.
-        assert!(!matches!(other.read(&mut [0; 1]), Ok(1..)));
+        // The server closed the connection. A read that waits until its limit fails with another error.
+        match other.read(&mut [0; 1]) {
+            Ok(count) => assert_eq!(count, 0),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
+        }
+        // A connection with a part of the first words, and a limit that has ended.
+        let mut slow = TcpStream::connect(("127.0.0.1", at.port)).unwrap();
+        slow.write_all(&[0; WORD]).unwrap();
+        let (accepted, _) = accept_blocking(&listener.listener);
+        assert_eq!(listener.index(&accepted, Instant::now()), None);
         let _third = Payload::connect("127.0.0.1", at, 1, LIMIT).unwrap();
         let error = listener.accept(1, LIMIT).unwrap_err();
         assert!(error.to_string().contains("too often"), "{error}");
+        // Connections that keep arriving do not extend the limit.
+        let _waiting = TcpStream::connect(("127.0.0.1", at.port)).unwrap();
         let error = listener.accept(1, Duration::ZERO).unwrap_err();
         assert!(error.to_string().contains(&at.port.to_string()), "{error}");
     }
