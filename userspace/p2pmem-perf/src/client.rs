@@ -277,7 +277,7 @@ fn one_size(
     let nics = sessions.iter().zip(&done).zip(found);
     let nics = nics.map(|((session, ran), found)| {
         check_result(session.test(), size, &found)?;
-        Ok(result(session, size, ran, found))
+        result(session, size, ran, found)
     });
     let nics = nics.collect::<Result<_>>()?;
     let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics);
@@ -309,10 +309,10 @@ fn check_result(test: &Test, size: u64, found: &ServerResult) -> Result<()> {
     Ok(())
 }
 
-fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> NicResult {
+fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Result<NicResult> {
     // There is at least one message.
     let each = |nanoseconds: f64| nanoseconds / 1e3 / ran.times.done.len().max(1) as f64;
-    NicResult {
+    Ok(NicResult {
         nic: session.nic().name().to_owned(),
         speed: Speed::new(size, &ran.times),
         latency: Latency::new([&ran.times]),
@@ -322,8 +322,8 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
         copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
-        checked: session.check(size, ran.checked.as_ref()).or(found.checked),
-    }
+        checked: session.check(size, ran.checked.as_ref())?.or(found.checked),
+    })
 }
 
 /// Runs all sessions, and reports to the observer and, less often, to the server that the test continues.

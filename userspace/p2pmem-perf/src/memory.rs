@@ -28,6 +28,9 @@ const DRIVE_END: u32 = 0x01_08ff;
 const SIGNAL: u32 = 0x11_0000;
 const SIGNAL_END: u32 = 0x11_ffff;
 
+/// Error if the processor accesses a buffer whose provider was removed.
+pub const REVOKED: &str =
+    "the buffer of the messages was revoked: was its provider unpublished, or its device removed?";
 /// Bytes of the smallest buffer of a test.
 const SMALLEST_BUFFER: u64 = 5 * 4096;
 /// Time between two queries whether freed memory is cleared.

@@ -172,13 +172,15 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
     })?;
     let process = process_time() - before;
     let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
-        checked: session.check(size, served.checked.as_ref()),
-        copied: served.copied,
-        cpu_ns: ns(served.cpu),
-        process_ns: ns(process),
+    let found = sessions.iter().zip(served).map(|(session, served)| {
+        Ok(ServerResult {
+            checked: session.check(size, served.checked.as_ref())?,
+            copied: served.copied,
+            cpu_ns: ns(served.cpu),
+            process_ns: ns(process),
+        })
     });
-    control.send(&FromServer::Finished(found.collect()))
+    control.send(&FromServer::Finished(found.collect::<Result<_>>()?))
 }
 
 /// Waits until the client has sent `finish` and all sessions are done. Returns what each session did.

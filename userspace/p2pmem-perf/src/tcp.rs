@@ -19,6 +19,7 @@ use p2pmem_verbs::Span;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
 use crate::client::reach;
+use crate::memory::REVOKED;
 use crate::session::Clock;
 use crate::sizes::Slots;
 use crate::stats::Times;
@@ -211,7 +212,7 @@ impl Payload {
         span: &Span,
         slots: &Slots,
         chunks: u64,
-        mut handled: impl FnMut(u64),
+        mut handled: impl FnMut(u64) -> Result<()>,
         limit: Duration,
         stop: &Stop,
     ) -> Result<u64> {
@@ -228,7 +229,7 @@ impl Payload {
                     moved = true;
                     part += count as u64;
                     if part == slots.size {
-                        handled(came);
+                        handled(came)?;
                         (came, part) = (came + 1, 0);
                         // The bytes are visible to devices before the client knows about them.
                         span.flush();
@@ -333,6 +334,7 @@ fn ready(moved: std::io::Result<usize>) -> Result<Option<usize>> {
         Ok(count) => Ok(Some(count)),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => bail!(ENDED),
+        Err(error) if error.raw_os_error() == Some(libc::EFAULT) => bail!(REVOKED),
         Err(error) => Err(error).context("moving the payload over TCP"),
     }
 }
@@ -371,12 +373,12 @@ mod tests {
             let slots = Slots::new(size, depth, 1 << 30);
             let source = Span::host(slots.source_bytes() as usize).unwrap();
             let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
-            fill_source(&source, &slots, 5);
-            fill_target(&target, &slots, GUARD, 5);
+            fill_source(&source, &slots, 5).unwrap();
+            fill_target(&target, &slots, GUARD, 5).unwrap();
             let (chunks, stop, progress) = (messages * each, Stop::default(), AtomicU64::new(0));
             let clock = Clock::new(messages, each, Instant::now(), &progress).unwrap();
             let (times, copied) = thread::scope(|scope| {
-                let served = scope.spawn(|| server.receive(&target, &slots, chunks, |_| {}, LIMIT, &stop));
+                let served = scope.spawn(|| server.receive(&target, &slots, chunks, |_| Ok(()), LIMIT, &stop));
                 let sent = client.send(&source, &slots, depth, clock, LIMIT, &stop).unwrap();
                 assert_eq!(served.join().unwrap().unwrap(), chunks * size);
                 sent
@@ -385,7 +387,7 @@ mod tests {
             let messages = messages as usize;
             assert_eq!((times.posted.len(), times.done.len()), (messages, messages));
             assert!(times.done.is_sorted());
-            let checked = check_target(&target, &slots, GUARD, 5, chunks);
+            let checked = check_target(&target, &slots, GUARD, 5, chunks).unwrap();
             assert!(checked.is_correct(), "{size}: {checked:?}");
         }
     }
@@ -402,16 +404,16 @@ mod tests {
         let error = client.send(&span, &slots, 2, clock(), short, &stop).err().unwrap();
         assert!(error.to_string().contains("--timeout"), "{error}");
         let (_client, idle) = pair();
-        let error = idle.receive(&span, &slots, 5, |_| {}, short, &stop).unwrap_err();
+        let error = idle.receive(&span, &slots, 5, |_| Ok(()), short, &stop).unwrap_err();
         assert!(error.to_string().contains("chunk 0 of 5"), "{error}");
         // A peer that ends the connection after whole chunks, and in the middle of a chunk.
         drop(client);
-        let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
+        let error = server.receive(&span, &slots, 5, |_| Ok(()), LIMIT, &stop).unwrap_err();
         assert_eq!(error.to_string(), ENDED);
         let (client, server) = pair();
         (&client.stream).write_all(&[7; 2048]).unwrap();
         drop(client);
-        let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
+        let error = server.receive(&span, &slots, 5, |_| Ok(()), LIMIT, &stop).unwrap_err();
         assert_eq!(error.to_string(), ENDED);
         let (client, server) = pair();
         drop(server);
