@@ -35,6 +35,8 @@ const ALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Wait for a message of the server between two checks of the sessions.
 const POLL_WAIT: Duration = Duration::from_millis(1);
+/// Longest attempt to connect. Limits the time until a stop request is noticed.
+const CONNECT_SLICE: Duration = Duration::from_secs(1);
 /// Wait before the next attempt to connect to a server that refused the connection.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
@@ -109,7 +111,7 @@ pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     let nics = open_nics(&args.own.nic)?;
     let mut test = args.test(nics.len());
     test.check().map_err(anyhow::Error::msg)?;
-    test.space = space(&args.own, &nics, &test)?;
+    test.space = space(&args.own, &nics, &test, &|| observer.proceed())?;
     let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
     let mut control = Control::new(stream, args.own.timeout)?;
     let measured = run_test(&mut control, args, test, nics, observer);
@@ -130,7 +132,7 @@ impl fmt::Display for Unreachable {
     }
 }
 
-/// Connects to the server. Repeats refused attempts until the limit ends: the server may start later.
+/// Connects to the server. Repeats attempts that are refused or not answered until the limit ends: the server may start later.
 ///
 /// # Errors
 ///
@@ -140,32 +142,38 @@ pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
 }
 
 /// Connects to the server as [`reach`], as long as `proceed` succeeds.
-fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Result<()>) -> Result<TcpStream> {
+///
+/// # Errors
+///
+/// Those of [`reach`] and of `proceed`.
+pub fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Result<()>) -> Result<TcpStream> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = (host, port)
         .to_socket_addrs()
         .with_context(|| format!("cannot resolve the host name {host}"))?
         .collect();
     loop {
-        proceed()?;
         let mut last = None;
         for address in &addresses {
+            proceed()?;
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_DELAY);
-            match TcpStream::connect_timeout(address, left) {
+            match TcpStream::connect_timeout(address, left.min(CONNECT_SLICE)) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = Some(error),
             }
         }
-        let refused = last
-            .as_ref()
-            .is_some_and(|error| error.kind() == ErrorKind::ConnectionRefused);
-        if !refused || Instant::now() >= deadline {
+        let kind = last.as_ref().map(std::io::Error::kind);
+        let again = matches!(kind, Some(ErrorKind::ConnectionRefused | ErrorKind::TimedOut));
+        if !again || Instant::now() >= deadline {
             let error = last.map_or_else(|| anyhow::anyhow!("the host has no address"), anyhow::Error::new);
             return Err(error).context(Unreachable(format!(
                 "cannot connect to {host}, port {port}, within {limit:?}: does `p2pmem-perf serve` run there?"
             )));
         }
-        thread::sleep(RETRY_DELAY);
+        // An attempt without an answer has waited already.
+        if kind == Some(ErrorKind::ConnectionRefused) {
+            thread::sleep(RETRY_DELAY);
+        }
     }
 }
 
@@ -223,7 +231,8 @@ fn run_test(
     if test.mode == Mode::Tcp {
         let at = payload.context("the server has no port for the payload")?;
         for (index, session) in sessions.iter_mut().enumerate() {
-            session.set_payload(Payload::connect(&args.host, at, index, limit)?);
+            let proceed = &|| observer.proceed();
+            session.set_payload(Payload::connect(&args.host, at, index, limit, proceed)?);
         }
     }
     control.send(&FromClient::Connect(
@@ -401,6 +410,7 @@ mod tests {
     use super::*;
     use crate::stats::Times;
     use crate::wire::Side;
+    use rustix::net::{bind, getsockname, socket, AddressFamily, SocketType};
     use std::cell::Cell;
     use std::net::TcpListener;
 
@@ -431,12 +441,13 @@ mod tests {
 
     #[test]
     fn a_stop_request_ends_the_attempts_to_connect() {
-        // A port that is bound but does not listen refuses connections.
-        let address = "127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap();
-        let port = {
-            let listener = TcpListener::bind(address).unwrap();
-            listener.local_addr().unwrap().port()
-        };
+        // A port that is bound but does not listen refuses connections. The socket keeps the port from other programs.
+        let local = "127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap();
+        let bound = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&bound, &local).unwrap();
+        let port = std::net::SocketAddr::try_from(getsockname(&bound).unwrap())
+            .unwrap()
+            .port();
         let stopper = Stopper(Cell::new(1));
         let stopped = reach_while("127.0.0.1", port, Duration::from_secs(600), &|| stopper.proceed());
         assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer at 10.0.0.9");

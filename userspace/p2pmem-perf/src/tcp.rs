@@ -5,7 +5,8 @@
 //! The memory and its slots are those of the other modes. The client sends each chunk from its slot, and the server
 //! receives each chunk into its slot: the kernels copy between the memory and the sockets, also if the memory is that of a
 //! device. The server acknowledges chunks by their number, so a message is done when the server has received its last
-//! chunk. Each NIC has a connection of its own for the payload; the NIC itself only decides where the memory is.
+//! chunk. Each NIC has a connection of its own for the payload. The program still registers the memory with the NIC and
+//! connects a queue pair, as in the other modes, but no message uses them.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
@@ -18,7 +19,7 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Span;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
-use crate::client::reach;
+use crate::client::{reach_while, Unreachable};
 use crate::memory::REVOKED;
 use crate::session::Clock;
 use crate::sizes::Slots;
@@ -130,14 +131,23 @@ impl Payload {
         Ok(Self { stream })
     }
 
-    /// Connects to the server, for the NIC with the number `index`.
+    /// Connects to the server, for the NIC with the number `index`, as long as `proceed` succeeds.
     ///
     /// # Errors
     ///
-    /// The server does not accept the connection within the limit.
-    pub fn connect(host: &str, at: PayloadPort, index: usize, limit: Duration) -> Result<Self> {
+    /// The server does not accept the connection within the limit, or those of `proceed`.
+    pub fn connect(
+        host: &str,
+        at: PayloadPort,
+        index: usize,
+        limit: Duration,
+        proceed: &dyn Fn() -> Result<()>,
+    ) -> Result<Self> {
         // Without the error's type, which stands for a server that is gone.
-        let mut stream = reach(host, at.port, limit).map_err(|error| {
+        let mut stream = reach_while(host, at.port, limit, proceed).map_err(|error| {
+            if error.downcast_ref::<Unreachable>().is_none() {
+                return error;
+            }
             anyhow::anyhow!("the server's port for the payload is not reachable; does a firewall block it? {error:#}")
         })?;
         stream.set_write_timeout(Some(limit))?;
@@ -352,7 +362,7 @@ mod tests {
     /// Returns both ends of the connection of a NIC.
     fn pair() -> (Payload, Payload) {
         let listener = PayloadListener::new("127.0.0.1").unwrap();
-        let client = Payload::connect("127.0.0.1", listener.port(), 0, LIMIT).unwrap();
+        let client = Payload::connect("127.0.0.1", listener.port(), 0, LIMIT, &|| Ok(())).unwrap();
         let server = listener.accept(1, LIMIT).unwrap().pop().unwrap();
         (client, server)
     }
@@ -438,9 +448,11 @@ mod tests {
         // No first words, a wrong token, and a NIC that does not exist.
         drop(TcpStream::connect(("127.0.0.1", at.port)).unwrap());
         let wrong = PayloadPort { token: !at.token, ..at };
-        let mut other = Payload::connect("127.0.0.1", wrong, 0, LIMIT).unwrap().stream;
-        let second = Payload::connect("127.0.0.1", at, 1, LIMIT).unwrap();
-        let first = Payload::connect("127.0.0.1", at, 0, LIMIT).unwrap();
+        let mut other = Payload::connect("127.0.0.1", wrong, 0, LIMIT, &|| Ok(()))
+            .unwrap()
+            .stream;
+        let second = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| Ok(())).unwrap();
+        let first = Payload::connect("127.0.0.1", at, 0, LIMIT, &|| Ok(())).unwrap();
         let all = listener.accept(2, LIMIT).unwrap();
         let local = |payload: &Payload| payload.stream.local_addr().unwrap();
         let peers: Vec<_> = all.iter().map(|payload| payload.stream.peer_addr().unwrap()).collect();
@@ -457,7 +469,9 @@ mod tests {
         slow.write_all(&[0; WORD]).unwrap();
         let (accepted, _) = accept_blocking(&listener.listener);
         assert_eq!(listener.index(&accepted, Instant::now()), None);
-        let _third = Payload::connect("127.0.0.1", at, 1, LIMIT).unwrap();
+        let stopped = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| bail!("stopped by the viewer"));
+        assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer");
+        let _third = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| Ok(())).unwrap();
         let error = listener.accept(1, LIMIT).unwrap_err();
         assert!(error.to_string().contains("too often"), "{error}");
         // Connections that keep arriving do not extend the limit.
