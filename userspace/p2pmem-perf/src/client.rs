@@ -23,7 +23,7 @@ use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
 use crate::server::{connect, sessions, side, space};
-use crate::session::{open_nics, NicSession, Ran, Role};
+use crate::session::{is_target, open_nics, NicSession, Ran, Role};
 use crate::stats::{Latency, Speed, Times};
 use crate::tcp::Payload;
 use crate::waiter::Stop;
@@ -35,6 +35,8 @@ const ALIVE_INTERVAL: Duration = Duration::from_millis(500);
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 /// Wait for a message of the server between two checks of the sessions.
 const POLL_WAIT: Duration = Duration::from_millis(1);
+/// Longest attempt to connect. Limits the time until a stop request is noticed.
+const CONNECT_SLICE: Duration = Duration::from_secs(1);
 /// Wait before the next attempt to connect to a server that refused the connection.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 
@@ -109,7 +111,7 @@ pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     let nics = open_nics(&args.own.nic)?;
     let mut test = args.test(nics.len());
     test.check().map_err(anyhow::Error::msg)?;
-    test.space = space(&args.own, &nics, &test)?;
+    test.space = space(&args.own, &nics, &test, &|| observer.proceed())?;
     let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
     let mut control = Control::new(stream, args.own.timeout)?;
     let measured = run_test(&mut control, args, test, nics, observer);
@@ -130,7 +132,7 @@ impl fmt::Display for Unreachable {
     }
 }
 
-/// Connects to the server. Repeats refused attempts until the limit ends: the server may start later.
+/// Connects to the server. Repeats attempts that are refused or not answered until the limit ends: the server may start later.
 ///
 /// # Errors
 ///
@@ -140,32 +142,38 @@ pub fn reach(host: &str, port: u16, limit: Duration) -> Result<TcpStream> {
 }
 
 /// Connects to the server as [`reach`], as long as `proceed` succeeds.
-fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Result<()>) -> Result<TcpStream> {
+///
+/// # Errors
+///
+/// Those of [`reach`] and of `proceed`.
+pub fn reach_while(host: &str, port: u16, limit: Duration, proceed: &dyn Fn() -> Result<()>) -> Result<TcpStream> {
     let deadline = Instant::now() + limit;
     let addresses: Vec<_> = (host, port)
         .to_socket_addrs()
         .with_context(|| format!("cannot resolve the host name {host}"))?
         .collect();
     loop {
-        proceed()?;
         let mut last = None;
         for address in &addresses {
+            proceed()?;
             let left = deadline.saturating_duration_since(Instant::now()).max(RETRY_DELAY);
-            match TcpStream::connect_timeout(address, left) {
+            match TcpStream::connect_timeout(address, left.min(CONNECT_SLICE)) {
                 Ok(stream) => return Ok(stream),
                 Err(error) => last = Some(error),
             }
         }
-        let refused = last
-            .as_ref()
-            .is_some_and(|error| error.kind() == ErrorKind::ConnectionRefused);
-        if !refused || Instant::now() >= deadline {
+        let kind = last.as_ref().map(std::io::Error::kind);
+        let again = matches!(kind, Some(ErrorKind::ConnectionRefused | ErrorKind::TimedOut));
+        if !again || Instant::now() >= deadline {
             let error = last.map_or_else(|| anyhow::anyhow!("the host has no address"), anyhow::Error::new);
             return Err(error).context(Unreachable(format!(
                 "cannot connect to {host}, port {port}, within {limit:?}: does `p2pmem-perf serve` run there?"
             )));
         }
-        thread::sleep(RETRY_DELAY);
+        // An attempt without an answer has waited already.
+        if kind == Some(ErrorKind::ConnectionRefused) {
+            thread::sleep(RETRY_DELAY);
+        }
     }
 }
 
@@ -223,7 +231,8 @@ fn run_test(
     if test.mode == Mode::Tcp {
         let at = payload.context("the server has no port for the payload")?;
         for (index, session) in sessions.iter_mut().enumerate() {
-            session.set_payload(Payload::connect(&args.host, at, index, limit)?);
+            let proceed = &|| observer.proceed();
+            session.set_payload(Payload::connect(&args.host, at, index, limit, proceed)?);
         }
     }
     control.send(&FromClient::Connect(
@@ -275,8 +284,12 @@ fn one_size(
     );
     let times: Vec<Times> = done.iter().map(|ran| ran.times.clone()).collect();
     let nics = sessions.iter().zip(&done).zip(found);
-    let nics = nics.map(|((session, ran), found)| result(session, size, ran, found));
-    let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics.collect());
+    let nics = nics.map(|((session, ran), found)| {
+        check_result(session.test(), size, &found)?;
+        result(session, size, ran, found)
+    });
+    let nics = nics.collect::<Result<_>>()?;
+    let mut result = SizeResult::new(Speed::of_all(size, &times), Latency::new(&times), nics);
     let test = sessions.first().map(NicSession::test);
     // A clock before 1970 is wrong anyway.
     let since = started.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -285,10 +298,30 @@ fn one_size(
     Ok(result)
 }
 
-fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> NicResult {
+/// Checks what the server reports for the messages of `size` bytes on one NIC.
+///
+/// # Errors
+///
+/// The server did not compare its memory although the test requests this, or reports more copied bytes than all messages
+/// have.
+fn check_result(test: &Test, size: u64, found: &ServerResult) -> Result<()> {
+    ensure!(
+        !test.verify || !is_target(test.mode, Role::Server) || found.checked.is_some(),
+        "the server did not compare its memory, as --verify requests: use the same p2pmem-perf on both sides"
+    );
+    let most = test.messages(size).saturating_mul(size);
+    ensure!(
+        found.copied <= most,
+        "the server reports {} copied bytes, and all messages have {most}: use the same p2pmem-perf on both sides",
+        found.copied
+    );
+    Ok(())
+}
+
+fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Result<NicResult> {
     // There is at least one message.
     let each = |nanoseconds: f64| nanoseconds / 1e3 / ran.times.done.len().max(1) as f64;
-    NicResult {
+    Ok(NicResult {
         nic: session.nic().name().to_owned(),
         speed: Speed::new(size, &ran.times),
         latency: Latency::new([&ran.times]),
@@ -298,8 +331,8 @@ fn result(session: &NicSession, size: u64, ran: &Ran, found: ServerResult) -> Ni
         copied_client: ran.copied,
         copied_server: found.copied,
         // Exactly one of the two sides is the target.
-        checked: session.check(size, ran.checked.as_ref()).or(found.checked),
-    }
+        checked: session.check(size, ran.checked.as_ref())?.or(found.checked),
+    })
 }
 
 /// Runs all sessions, and reports to the observer and, less often, to the server that the test continues.
@@ -377,6 +410,7 @@ mod tests {
     use super::*;
     use crate::stats::Times;
     use crate::wire::Side;
+    use rustix::net::{bind, getsockname, socket, AddressFamily, SocketType};
     use std::cell::Cell;
     use std::net::TcpListener;
 
@@ -407,15 +441,45 @@ mod tests {
 
     #[test]
     fn a_stop_request_ends_the_attempts_to_connect() {
-        // A port that is bound but does not listen refuses connections.
-        let address = "127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap();
-        let port = {
-            let listener = TcpListener::bind(address).unwrap();
-            listener.local_addr().unwrap().port()
-        };
+        // A port that is bound but does not listen refuses connections. The socket keeps the port from other programs.
+        let local = "127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap();
+        let bound = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&bound, &local).unwrap();
+        let port = std::net::SocketAddr::try_from(getsockname(&bound).unwrap())
+            .unwrap()
+            .port();
         let stopper = Stopper(Cell::new(1));
         let stopped = reach_while("127.0.0.1", port, Duration::from_secs(600), &|| stopper.proceed());
         assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer at 10.0.0.9");
+    }
+
+    #[test]
+    fn the_servers_results_are_checked() {
+        let test = |options: &str| {
+            let line = format!("p2pmem-perf run host --size 4K -n 10 {options}");
+            let cli = <crate::cli::Cli as clap::Parser>::parse_from(line.split_whitespace());
+            let crate::cli::Command::Run(args) = cli.command else {
+                panic!("not run")
+            };
+            args.test(1)
+        };
+        let none = ServerResult::default();
+        let error = check_result(&test("--verify"), 4096, &none).unwrap_err().to_string();
+        assert!(error.contains("did not compare"), "{error}");
+        // The client compares what it reads.
+        check_result(&test("--verify --mode read"), 4096, &none).unwrap();
+        check_result(&test(""), 4096, &none).unwrap();
+        let copied = |copied| ServerResult {
+            copied,
+            ..ServerResult::default()
+        };
+        check_result(&test("--staged"), 4096, &copied(40_960)).unwrap();
+        for bytes in [40_961, u64::MAX] {
+            let error = check_result(&test("--staged"), 4096, &copied(bytes))
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains("copied bytes"), "{error}");
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::Write;
 
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use indicatif::ProgressBar;
 use p2pmem::short_size;
 use serde::{Deserialize, Serialize};
@@ -163,11 +163,9 @@ impl Matrix {
             latency: result.latency,
             cpu_us_client: result.nics.iter().map(|nic| nic.cpu_us_client).sum::<f64>() / nics,
             cpu_us_server: result.nics.iter().map(|nic| nic.cpu_us_server).sum::<f64>() / nics,
-            copied_bytes: result
-                .nics
-                .iter()
-                .map(|nic| nic.copied_client + nic.copied_server)
-                .sum(),
+            copied_bytes: result.nics.iter().fold(0, |sum, nic| {
+                sum.saturating_add(nic.copied_client).saturating_add(nic.copied_server)
+            }),
             moved_bytes: result
                 .nics
                 .iter()
@@ -355,6 +353,11 @@ fn measure_with(args: &MatrixArgs, observer: &dyn MatrixObserver, run: Measure<'
     let pairs = args.pairs();
     let names = |kinds: &[MemoryKind]| kinds.iter().map(|kind| kind.name().to_owned()).collect();
     let link = run(&args.run_args(Pair::LINK), observer.runs()).context("measuring the link")?;
+    ensure!(
+        link.is_correct(),
+        "the target has wrong bytes after writes from host memory to host memory, so the link's rate says nothing: see the \
+         errors of `p2pmem-perf run --verify` between the two nodes"
+    );
     let mut matrix = Matrix {
         memory: names(&args.memory),
         peer_memory: names(&args.peer_memory),

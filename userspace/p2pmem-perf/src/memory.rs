@@ -28,6 +28,9 @@ const DRIVE_END: u32 = 0x01_08ff;
 const SIGNAL: u32 = 0x11_0000;
 const SIGNAL_END: u32 = 0x11_ffff;
 
+/// Error if the processor accesses a buffer whose provider was removed.
+pub const REVOKED: &str =
+    "the buffer of the messages was revoked: was its provider unpublished, or its device removed?";
 /// Bytes of the smallest buffer of a test.
 const SMALLEST_BUFFER: u64 = 5 * 4096;
 /// Time between two queries whether freed memory is cleared.
@@ -277,28 +280,37 @@ fn available(meminfo: &str) -> Result<u64> {
         .context("/proc/meminfo has no line MemAvailable")
 }
 
+/// Fails if the caller must not wait longer.
+pub type Proceed<'a> = &'a dyn Fn() -> Result<()>;
+
 /// Memory that a test wants.
 #[derive(Debug, Clone, Copy)]
 pub struct Wanted {
     /// Bytes for each NIC.
     pub bytes: u64,
-    /// Longest wait until freed memory is cleared, if less is free.
-    pub limit: Duration,
+    /// End of the wait until freed memory is cleared, if less is free.
+    pub deadline: Instant,
 }
 
 /// Returns the bytes of memory that a test can have for each NIC. If several NICs use one provider, they share its memory.
 ///
 /// # Errors
 ///
-/// No such memory exists. The message says what to do.
-pub fn space(options: MemoryOptions<'_>, nics: &[&str], wanted: Wanted) -> Result<u64> {
+/// No such memory exists; the message says what to do. Those of `proceed`, which is called during the wait.
+pub fn space(options: MemoryOptions<'_>, nics: &[&str], wanted: Wanted, proceed: Proceed<'_>) -> Result<u64> {
     if options.kind == MemoryKind::Cpu {
         return Ok(host_space()? / nics.len().max(1) as u64);
     }
-    space_of(options, &Device::open_path(options.device)?, nics, wanted)
+    space_of(options, &Device::open_path(options.device)?, nics, wanted, proceed)
 }
 
-fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str], wanted: Wanted) -> Result<u64> {
+fn space_of(
+    options: MemoryOptions<'_>,
+    device: &Device,
+    nics: &[&str],
+    wanted: Wanted,
+    proceed: Proceed<'_>,
+) -> Result<u64> {
     // Some of the NICs, or all, may use one provider.
     let wanted = Wanted {
         bytes: wanted.bytes.saturating_mul(nics.len() as u64),
@@ -306,7 +318,7 @@ fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str], wanted: 
     };
     let mut largest = BTreeMap::<u32, (u64, u64)>::new();
     for nic in nics {
-        let (id, bytes) = largest_near(options, device, nic, wanted)?;
+        let (id, bytes) = largest_near(options, device, nic, wanted, proceed)?;
         let (_, count) = largest.entry(id).or_insert((bytes, 0));
         *count += 1;
     }
@@ -315,7 +327,13 @@ fn space_of(options: MemoryOptions<'_>, device: &Device, nics: &[&str], wanted: 
 }
 
 /// Returns the provider that a small buffer near the NIC would use, and the bytes of its largest free piece.
-fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str, wanted: Wanted) -> Result<(u32, u64)> {
+fn largest_near(
+    options: MemoryOptions<'_>,
+    device: &Device,
+    nic: &str,
+    wanted: Wanted,
+    proceed: Proceed<'_>,
+) -> Result<(u32, u64)> {
     let request = request(options, device, nic, SMALLEST_BUFFER)?;
     let explanation = device.explain(&request)?;
     let id = explanation.chosen_verdict().map(|verdict| verdict.provider);
@@ -326,14 +344,14 @@ fn largest_near(options: MemoryOptions<'_>, device: &Device, nic: &str, wanted: 
             explanation.text
         );
     };
-    let deadline = Instant::now() + wanted.limit;
     loop {
+        proceed()?;
         let providers = device.providers()?;
         let provider = providers.iter().find(|provider| provider.id == id);
         let provider = provider.with_context(|| format!("provider {id} was removed"))?;
         // The buffers of an earlier test are free as soon as they are cleared.
         let grows = provider.scrubbing > 0 && provider.largest < wanted.bytes;
-        if !grows || Instant::now() >= deadline {
+        if !grows || Instant::now() >= wanted.deadline {
             return Ok((id, provider.largest));
         }
         thread::sleep(CLEARING_POLL);
@@ -459,16 +477,19 @@ mod tests {
         };
         let wanted = Wanted {
             bytes: 1 << 40,
-            limit: Duration::from_secs(60),
+            deadline: Instant::now() + Duration::from_secs(60),
         };
-        let space =
-            |kind, nics: &[&str]| space_of(options(kind), &device, nics, wanted).map_err(|error| format!("{error:#}"));
+        let space = |kind, nics: &[&str]| {
+            space_of(options(kind), &device, nics, wanted, &|| Ok(())).map_err(|error| format!("{error:#}"))
+        };
         assert_eq!(space(MemoryKind::Cmb, &[NIC]), Ok(16 << 20));
         assert_eq!(space(MemoryKind::Accelerator, &[NIC]), Ok(64 << 20));
         // Two NICs share the provider.
         assert_eq!(space(MemoryKind::Fpga, &[NIC, NIC]), Ok(32 << 20));
         let error = space(MemoryKind::Pageless, &[NIC]).unwrap_err();
         assert!(error.contains("--mode pageless"), "{error}");
+        let stopped = space_of(options(MemoryKind::Cmb), &device, &[NIC], wanted, &|| bail!("stopped"));
+        assert_eq!(stopped.unwrap_err().to_string(), "stopped");
         // A provider without space is not the nearest one.
         let held = device.alloc(&Request::new(64 << 20).provider(2)).unwrap();
         assert_eq!(space(MemoryKind::Accelerator, &[NIC]), Ok(256 << 20));

@@ -3,9 +3,11 @@
 //! The payload: a pattern that differs in every word of every slot. The test writes the pattern before the messages and
 //! compares the target byte by byte after them.
 
+use anyhow::{Context, Result};
 use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
+use crate::memory::REVOKED;
 use crate::sizes::Slots;
 
 /// Words that are processed at once.
@@ -106,29 +108,42 @@ fn steps(at: usize, len: usize) -> impl Iterator<Item = (usize, u64, usize)> {
         .map(move |first| (at + first * WORD, first as u64, (words - first).min(STEP)))
 }
 
-fn fill(span: &Span, at: u64, len: u64, content: Content, seed: u64) {
+fn fill(span: &Span, at: u64, len: u64, content: Content, seed: u64) -> Result<()> {
     let mut words = vec![0; STEP];
     for (at, first, count) in steps(at as usize, len as usize) {
         content.words(seed, first, &mut words[..count]);
-        span.write(at, bytemuck::cast_slice(&words[..count]));
+        span.try_write(at, bytemuck::cast_slice(&words[..count]))
+            .context(REVOKED)?;
     }
+    Ok(())
 }
 
 /// Fills the source slots with payload.
-pub fn fill_source(span: &Span, slots: &Slots, seed: u64) {
-    for slot in 0..slots.source {
-        fill(span, slots.source_at(slot), slots.stride(), Content::Source(slot), seed);
-    }
+///
+/// # Errors
+///
+/// The buffer was revoked.
+pub fn fill_source(span: &Span, slots: &Slots, seed: u64) -> Result<()> {
+    (0..slots.source)
+        .try_for_each(|slot| fill(span, slots.source_at(slot), slots.stride(), Content::Source(slot), seed))
 }
 
 /// Fills the target slots and `guard` bytes after them with the initial content.
-pub fn fill_target(span: &Span, slots: &Slots, guard: u64, seed: u64) {
-    fill(span, 0, slots.target_bytes() + guard, Content::Initial, seed);
+///
+/// # Errors
+///
+/// The buffer was revoked.
+pub fn fill_target(span: &Span, slots: &Slots, guard: u64, seed: u64) -> Result<()> {
+    fill(span, 0, slots.target_bytes() + guard, Content::Initial, seed)
 }
 
 /// Compares all target slots with their expected content after `messages` messages. The bytes between slots and the
 /// `guard` bytes after the last slot must have the initial content.
-pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Comparison {
+///
+/// # Errors
+///
+/// The buffer was revoked.
+pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages: u64) -> Result<Comparison> {
     let mut check = Checker::new(seed);
     for slot in 0..slots.target {
         let at = slots.target_at(slot);
@@ -138,9 +153,9 @@ pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages:
         };
         // The words of the initial content are numbered from the target's first byte.
         let from = if payload == Content::Initial { at } else { 0 };
-        check.compare(span, at, slots.size, payload, from);
+        check.compare(span, at, slots.size, payload, from)?;
         let rest = at + slots.size;
-        check.compare(span, rest, slots.stride() - slots.size, Content::Initial, rest);
+        check.compare(span, rest, slots.stride() - slots.size, Content::Initial, rest)?;
     }
     check.compare(
         span,
@@ -148,8 +163,8 @@ pub fn check_target(span: &Span, slots: &Slots, guard: u64, seed: u64, messages:
         guard,
         Content::Initial,
         slots.target_bytes(),
-    );
-    check.result
+    )?;
+    Ok(check.result)
 }
 
 /// Compares memory with its expected content.
@@ -188,9 +203,13 @@ impl Checker {
     }
 
     /// Compares the target slot of a chunk with the chunk.
-    pub fn chunk(&mut self, span: &Span, slots: &Slots, chunk: u64) {
+    ///
+    /// # Errors
+    ///
+    /// The buffer was revoked.
+    pub fn chunk(&mut self, span: &Span, slots: &Slots, chunk: u64) -> Result<()> {
         let content = Content::Source(chunk % slots.source);
-        self.compare(span, slots.target_at(chunk), slots.size, content, 0);
+        self.compare(span, slots.target_at(chunk), slots.size, content, 0)
     }
 
     /// Returns the result of all comparisons.
@@ -199,11 +218,11 @@ impl Checker {
     }
 
     /// Compares `len` bytes at `at` with `content`, from byte `from` of the content.
-    fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) {
+    fn compare(&mut self, span: &Span, at: u64, len: u64, content: Content, from: u64) -> Result<()> {
         for (at, first, count) in steps(at as usize, len as usize) {
             content.words(self.seed, from / WORD as u64 + first, &mut self.want[..count]);
             let got: &mut [u8] = bytemuck::cast_slice_mut(&mut self.got[..count]);
-            span.read(at, got);
+            span.try_read(at, got).context(REVOKED)?;
             let want: &[u8] = bytemuck::cast_slice(&self.want[..count]);
             let result = &mut self.result;
             result.bytes += got.len() as u64;
@@ -231,6 +250,7 @@ impl Checker {
                 wrong.bytes += 1;
             }
         }
+        Ok(())
     }
 }
 
@@ -245,8 +265,8 @@ mod tests {
     fn moved(slots: &Slots, messages: u64) -> (Span, Span) {
         let source = Span::host(slots.source_bytes() as usize).unwrap();
         let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
-        fill_source(&source, slots, SEED);
-        fill_target(&target, slots, GUARD, SEED);
+        fill_source(&source, slots, SEED).unwrap();
+        fill_target(&target, slots, GUARD, SEED).unwrap();
         let mut message = vec![0; slots.size as usize];
         for i in 0..messages {
             source.read(slots.source_at(i) as usize, &mut message);
@@ -260,7 +280,7 @@ mod tests {
         for (size, depth, messages) in [(4096, 4, 23), (8, 3, 100), (131_080, 2, 5), (4096, 4, 0), (4096, 4, 2)] {
             let slots = Slots::new(size, depth, 1 << 30);
             let (_, target) = moved(&slots, messages);
-            let checked = check_target(&target, &slots, GUARD, SEED, messages);
+            let checked = check_target(&target, &slots, GUARD, SEED, messages).unwrap();
             assert!(checked.is_correct(), "{size} {depth} {messages}: {checked:?}");
             assert_eq!(checked.bytes, slots.target_bytes() + GUARD);
         }
@@ -271,7 +291,7 @@ mod tests {
         let slots = Slots::new(4096, 4, 1 << 30);
         for lost in 1..=slots.target {
             let (_, target) = moved(&slots, 50 - lost);
-            let checked = check_target(&target, &slots, GUARD, SEED, 50);
+            let checked = check_target(&target, &slots, GUARD, SEED, 50).unwrap();
             let wrong = checked.wrong.clone().unwrap();
             assert!(!checked.is_correct());
             // Nearly every byte of the missing messages differs.
@@ -296,7 +316,7 @@ mod tests {
             let mut byte = [0];
             target.read(at as usize, &mut byte);
             target.write(at as usize, &[byte[0] ^ 0x10]);
-            let checked = check_target(&target, &slots, GUARD, SEED, 9);
+            let checked = check_target(&target, &slots, GUARD, SEED, 9).unwrap();
             let wrong = checked.wrong.clone().unwrap();
             assert_eq!((wrong.bytes, wrong.first_at), (1, at), "{checked:?}");
             assert_eq!((wrong.got, wrong.want), (byte[0] ^ 0x10, byte[0]));
@@ -309,13 +329,13 @@ mod tests {
         let slots = Slots::new(4096, 2, 1 << 30);
         let (_, target) = moved(&slots, 9);
         let mut good = Checker::of_chunks(SEED);
-        good.chunk(&target, &slots, 8);
-        good.chunk(&target, &slots, 7);
+        good.chunk(&target, &slots, 8).unwrap();
+        good.chunk(&target, &slots, 7).unwrap();
         let good = good.result();
         assert!(good.is_correct() && good.bytes == 2 * 4096, "{good:?}");
         // Chunk 5 was in the slot of chunk 8.
         let mut bad = Checker::of_chunks(SEED);
-        bad.chunk(&target, &slots, 5);
+        bad.chunk(&target, &slots, 5).unwrap();
         let bad = bad.result();
         assert!(!bad.is_correct());
         let both = good.clone().and(bad.clone());
@@ -326,7 +346,7 @@ mod tests {
             bad.clone().and(bad.clone()).wrong.unwrap().bytes,
             2 * bad.wrong.clone().unwrap().bytes
         );
-        let whole = check_target(&target, &slots, GUARD, SEED, 9);
+        let whole = check_target(&target, &slots, GUARD, SEED, 9).unwrap();
         assert!(good.and(whole.clone()).is_correct());
         let summed = bad.and(whole.clone());
         assert_eq!(summed.crc32c, whole.crc32c);
@@ -337,6 +357,6 @@ mod tests {
     fn content_of_another_seed_is_wrong() {
         let slots = Slots::new(4096, 2, 1 << 30);
         let (_, target) = moved(&slots, 9);
-        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).is_correct());
+        assert!(!check_target(&target, &slots, GUARD, SEED + 1, 9).unwrap().is_correct());
     }
 }

@@ -63,7 +63,7 @@ pub struct RpcArgs {
     pub own: OwnArgs,
 
     /// TCP port of the server.
-    #[arg(long, default_value_t = PORT)]
+    #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
 
     /// Kind of memory for the payload on the server [default: the server's own --memory]
@@ -285,6 +285,12 @@ mod tests {
                 assert_eq!((test.batch, test.depth), (batch, batch.unwrap_or(1)));
             }
         }
+    }
+
+    #[test]
+    fn port_0_is_refused() {
+        let error = Cli::try_parse_from(["p2pmem-perf", "rpc", "host", "--port", "0"]).unwrap_err();
+        assert!(error.to_string().contains("--port"), "{error}");
     }
 
     #[test]

@@ -24,6 +24,8 @@ use crate::wire::{
 
 /// Wait for a message of the client between two checks of the sessions.
 const POLL_WAIT: Duration = Duration::from_millis(50);
+/// Longest wait of a test for memory that is cleared, for all NICs together. The other side waits meanwhile, by default 30 s.
+const CLEARING_WAIT: Duration = Duration::from_secs(10);
 
 /// Serves one client, or with `--forever` one client after another.
 ///
@@ -77,7 +79,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     // With staged messages and calls, as much host memory may be needed as memory.
     let halves = test.staged || test.mode == Mode::Rpc;
     let most = if halves { args.most / 2 } else { args.most };
-    test.space = test.space.min(most).min(space(own, &nics, &test)?);
+    test.space = test.space.min(most).min(space(own, &nics, &test, &|| Ok(()))?);
     if control.is_local() {
         // Both sides may take their memory from one provider.
         test.space /= 2;
@@ -172,13 +174,15 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
     })?;
     let process = process_time() - before;
     let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-    let found = sessions.iter().zip(served).map(|(session, served)| ServerResult {
-        checked: session.check(size, served.checked.as_ref()),
-        copied: served.copied,
-        cpu_ns: ns(served.cpu),
-        process_ns: ns(process),
+    let found = sessions.iter().zip(served).map(|(session, served)| {
+        Ok(ServerResult {
+            checked: session.check(size, served.checked.as_ref())?,
+            copied: served.copied,
+            cpu_ns: ns(served.cpu),
+            process_ns: ns(process),
+        })
     });
-    control.send(&FromServer::Finished(found.collect()))
+    control.send(&FromServer::Finished(found.collect::<Result<_>>()?))
 }
 
 /// Waits until the client has sent `finish` and all sessions are done. Returns what each session did.
@@ -216,8 +220,9 @@ fn until_finished(
 ///
 /// # Errors
 ///
-/// No memory of the kind exists. The message says what to do.
-pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test) -> Result<u64> {
+/// No memory of the kind exists; the message says what to do. Those of `proceed`, which is called during the wait for
+/// memory that is cleared.
+pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test, proceed: memory::Proceed<'_>) -> Result<u64> {
     let options = MemoryOptions {
         kind: own.memory,
         provider: own.device.as_deref(),
@@ -226,16 +231,15 @@ pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test) -> Result<u64> {
     let names: Vec<_> = nics.iter().map(|nic| nic.name()).collect();
     let wanted = Wanted {
         bytes: test.wanted_bytes(),
-        // The other side waits for the answer meanwhile.
-        limit: own.timeout / 2,
+        deadline: Instant::now() + CLEARING_WAIT.min(own.timeout / 2),
     };
-    let space = memory::space(options, &names, wanted)?;
+    let space = memory::space(options, &names, wanted, proceed)?;
     if !test.staged && test.mode != Mode::Rpc {
         return Ok(space);
     }
     // Staged messages and calls move through as much host memory.
     let kind = MemoryKind::Cpu;
-    let host = memory::space(MemoryOptions { kind, ..options }, &names, wanted)?;
+    let host = memory::space(MemoryOptions { kind, ..options }, &names, wanted, proceed)?;
     Ok(space.min(host / 2))
 }
 

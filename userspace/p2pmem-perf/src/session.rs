@@ -14,7 +14,7 @@ use p2pmem_verbs::{Completions, Domain, Nic, QueuePair, Remote, Request, Retries
 use rustix::time::{clock_gettime, ClockId};
 
 use crate::cli::{MemoryKind, OwnArgs};
-use crate::memory::{Memory, MemoryOptions};
+use crate::memory::{Memory, MemoryOptions, REVOKED};
 use crate::pattern::{check_target, fill_source, fill_target, Checker, Comparison};
 use crate::sizes::{Slots, GUARD, WORDS};
 use crate::stats::Times;
@@ -249,18 +249,17 @@ impl NicSession {
     ///
     /// # Errors
     ///
-    /// ENOMEM if the receive queue is full.
+    /// ENOMEM if the receive queue is full. The buffer was revoked.
     pub fn prepare(&self, size: u64) -> Result<()> {
         let (slots, span) = (self.test.slots(size), self.memory.span());
         if self.test.verify {
             if self.is_target() {
-                fill_target(span, &slots, GUARD, self.seed(size));
+                fill_target(span, &slots, GUARD, self.seed(size))?;
             } else {
-                fill_source(span, &slots, self.seed(size));
+                fill_source(span, &slots, self.seed(size))?;
             }
         }
-        span.write(self.handled_at() as usize, &0u64.to_le_bytes());
-        span.flush();
+        self.set_handled(0)?;
         if self.role == Role::Server && self.takes_receives(size) {
             let first = self.chunks(size).min(self.receives(size, &slots));
             for chunk in 0..first {
@@ -274,6 +273,17 @@ impl NicSession {
     /// peer's word at offset `PEER_WORD` of the region.
     fn handled_at(&self) -> u64 {
         payload_bytes(&self.test, self.role) - WORDS
+    }
+
+    /// Sets the handshake word, after the writes before it.
+    fn set_handled(&self, count: u64) -> Result<()> {
+        let span = self.memory.span();
+        // Copied bytes are visible before the client reads the handshake word.
+        span.flush();
+        span.try_write(self.handled_at() as usize, &count.to_le_bytes())
+            .context(REVOKED)?;
+        span.flush();
+        Ok(())
     }
 
     /// Returns the number of chunks of all messages of `size` bytes.
@@ -325,9 +335,9 @@ impl NicSession {
         if self.test.mode == Mode::Tcp {
             let span = self.memory.span();
             let handled = |chunk| {
-                if let Some(checker) = &mut checker {
-                    checker.chunk(span, &slots, chunk);
-                }
+                checker
+                    .as_mut()
+                    .map_or(Ok(()), |checker| checker.chunk(span, &slots, chunk))
             };
             let payload = self.payload()?;
             let copied = payload.receive(span, &slots, chunks, handled, own.timeout, stop)?;
@@ -357,7 +367,7 @@ impl NicSession {
                         "expected chunk {came}, received a chunk with immediate data {:?}",
                         done.immediate
                     );
-                    copied += self.copy_staged(&slots, came);
+                    copied += self.copy_staged(&slots, came)?;
                 } else if self.test.mode == Mode::WriteImmediate {
                     ensure!(
                         done.immediate == Some(came as u32),
@@ -373,7 +383,7 @@ impl NicSession {
                     );
                 }
                 if let Some(checker) = &mut checker {
-                    checker.chunk(self.memory.span(), &slots, came);
+                    checker.chunk(self.memory.span(), &slots, came)?;
                 }
                 came += 1;
                 if posted < chunks {
@@ -382,11 +392,7 @@ impl NicSession {
                 }
             }
             if has_handshake {
-                let span = self.memory.span();
-                // Copied bytes are visible before the client reads the handshake word.
-                span.flush();
-                span.write(self.handled_at() as usize, &came.to_le_bytes());
-                span.flush();
+                self.set_handled(came)?;
             }
         }
         Ok(Served {
@@ -404,29 +410,33 @@ impl NicSession {
     }
 
     /// Copies a staged chunk from host memory to its target slot. Returns the number of bytes copied.
-    fn copy_staged(&self, slots: &Slots, chunk: u64) -> u64 {
-        let Some(bounce) = &self.bounce else { return 0 };
+    fn copy_staged(&self, slots: &Slots, chunk: u64) -> Result<u64> {
+        let Some(bounce) = &self.bounce else { return Ok(0) };
         let to = slots.target_at(chunk) as usize;
-        bounce.span().copy_to(
-            slots.source_at(chunk) as usize,
-            self.memory.span(),
-            to,
-            slots.size as usize,
-        );
-        slots.size
+        let from = slots.source_at(chunk) as usize;
+        bounce
+            .span()
+            .try_copy_to(from, self.memory.span(), to, slots.size as usize)
+            .context(REVOKED)?;
+        Ok(slots.size)
     }
 
     /// Compares the target's bytes with the expected bytes; `before` is the comparison of chunks before that. Returns `None`
     /// if this side is not the target, or the test does not request a comparison.
-    pub fn check(&self, size: u64, before: Option<&Comparison>) -> Option<Comparison> {
-        let checked = (self.test.verify && self.is_target()).then(|| {
-            let (slots, chunks) = (self.test.slots(size), self.chunks(size));
-            check_target(self.memory.span(), &slots, GUARD, self.seed(size), chunks)
-        });
-        match before {
-            Some(before) => checked.map(|checked| before.clone().and(checked)),
-            None => checked,
+    ///
+    /// # Errors
+    ///
+    /// The buffer was revoked.
+    pub fn check(&self, size: u64, before: Option<&Comparison>) -> Result<Option<Comparison>> {
+        if !self.test.verify || !self.is_target() {
+            return Ok(None);
         }
+        let (slots, chunks) = (self.test.slots(size), self.chunks(size));
+        let checked = check_target(self.memory.span(), &slots, GUARD, self.seed(size), chunks)?;
+        Ok(Some(match before {
+            Some(before) => before.clone().and(checked),
+            None => checked,
+        }))
     }
 
     /// Runs the client's part of the test for messages of `size` bytes. Times count from `start`; `progress` counts
@@ -456,6 +466,7 @@ impl NicSession {
             session: self,
             size,
             waiter: self.waiter(own, stop),
+            limit: own.timeout,
             other,
             slots,
             chunks: clock.chunks(),
@@ -544,6 +555,8 @@ struct Run<'a> {
     session: &'a NicSession,
     size: u64,
     waiter: Waiter,
+    /// Longest wait until the server has handled one more chunk.
+    limit: Duration,
     other: &'a Endpoint,
     slots: Slots,
     /// Number of chunks of all messages.
@@ -602,7 +615,7 @@ impl Run<'_> {
                     completion.id
                 );
                 if let Some(checker) = &mut checker {
-                    checker.chunk(self.session.memory.span(), &self.slots, done);
+                    checker.chunk(self.session.memory.span(), &self.slots, done)?;
                 }
                 done += 1;
             }
@@ -646,6 +659,7 @@ impl Run<'_> {
         let session = self.session;
         let (mut posted, mut written, mut handled, mut copied) = (0, 0, 0, 0);
         let mut reading = false;
+        let mut handling = Handling::new(self.limit);
         let mut completions = Vec::new();
         let peer_word = session.handled_at() + PEER_WORD;
         let read_word = Request {
@@ -675,12 +689,15 @@ impl Run<'_> {
             for completion in &completions {
                 if completion.id == READ_WORD_ID {
                     reading = false;
-                    let now_handled = word(session.memory.span(), peer_word);
+                    let now_handled = word(session.memory.span(), peer_word)?;
                     ensure!(
                         (handled..=written).contains(&now_handled),
                         "the other side reports {now_handled} handled chunks: at least {handled} and at most {written} \
                          are possible"
                     );
+                    handling.check(now_handled > handled, Instant::now(), &|| {
+                        session.test.part(self.size, handled)
+                    })?;
                     self.clock.finish(now_handled - handled);
                     handled = now_handled;
                 } else if completion.id == written {
@@ -706,7 +723,8 @@ impl Run<'_> {
                 session
                     .memory
                     .span()
-                    .copy_to(offset, bounce.span(), offset, size as usize);
+                    .try_copy_to(offset, bounce.span(), offset, size as usize)
+                    .context(REVOKED)?;
                 bounce.span().flush();
                 *copied += size;
                 (bounce.segment(source, size), source)
@@ -724,11 +742,48 @@ impl Run<'_> {
     }
 }
 
+/// Limits the time in which the server handles no chunk. The server's NIC answers the RDMA READs of the handshake word also if
+/// the server's program is stopped, so the limit on the wait for a completion does not end such a test.
+struct Handling {
+    limit: Duration,
+    since: Instant,
+}
+
+impl Handling {
+    fn new(limit: Duration) -> Self {
+        Self {
+            limit,
+            since: Instant::now(),
+        }
+    }
+
+    /// Checks the limit after a read of the handshake word at `now`. `moved` says whether the word has changed; `what`
+    /// describes the awaited chunk.
+    ///
+    /// # Errors
+    ///
+    /// The word has not changed for the limit.
+    fn check(&mut self, moved: bool, now: Instant, what: &dyn Fn() -> String) -> Result<()> {
+        if moved {
+            self.since = now;
+            return Ok(());
+        }
+        ensure!(
+            now.saturating_duration_since(self.since) < self.limit,
+            "the other side did not handle {} within {:?}, but its NIC answers: is its p2pmem-perf stopped? --timeout sets \
+             the limit",
+            what(),
+            self.limit
+        );
+        Ok(())
+    }
+}
+
 /// Reads a handshake word.
-fn word(span: &Span, at: u64) -> u64 {
+fn word(span: &Span, at: u64) -> Result<u64> {
     let mut word = [0; WORD as usize];
-    span.read(at as usize, &mut word);
-    u64::from_le_bytes(word)
+    span.try_read(at as usize, &mut word).context(REVOKED)?;
+    Ok(u64::from_le_bytes(word))
 }
 
 /// Returns the endpoint that the peer needs: address and memory.
@@ -879,6 +934,23 @@ mod tests {
         let times = clock.times();
         assert_eq!((times.posted.len(), times.done.len()), (2, 2));
         assert!(times.posted[0] <= times.done[0] && times.posted[1] <= times.done[1]);
+    }
+
+    #[test]
+    fn a_server_that_handles_nothing_is_reported() {
+        let limit = Duration::from_secs(30);
+        let mut handling = Handling::new(limit);
+        let start = handling.since;
+        let what = || "message 3 of 9".to_owned();
+        handling.check(false, start + limit / 2, &what).unwrap();
+        // A chunk that is handled starts the limit again.
+        handling.check(true, start + limit, &what).unwrap();
+        handling.check(false, start + limit * 3 / 2, &what).unwrap();
+        let error = handling.check(false, start + limit * 2, &what).unwrap_err().to_string();
+        assert!(
+            error.contains("message 3 of 9") && error.contains("the other side") && error.contains("--timeout"),
+            "{error}"
+        );
     }
 
     #[test]

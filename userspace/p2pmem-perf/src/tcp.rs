@@ -5,7 +5,8 @@
 //! The memory and its slots are those of the other modes. The client sends each chunk from its slot, and the server
 //! receives each chunk into its slot: the kernels copy between the memory and the sockets, also if the memory is that of a
 //! device. The server acknowledges chunks by their number, so a message is done when the server has received its last
-//! chunk. Each NIC has a connection of its own for the payload; the NIC itself only decides where the memory is.
+//! chunk. Each NIC has a connection of its own for the payload. The program still registers the memory with the NIC and
+//! connects a queue pair, as in the other modes, but no message uses them.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{ErrorKind, Read, Write};
@@ -18,7 +19,8 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_verbs::Span;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
-use crate::client::reach;
+use crate::client::{reach_while, Unreachable};
+use crate::memory::REVOKED;
 use crate::session::Clock;
 use crate::sizes::Slots;
 use crate::stats::Times;
@@ -72,34 +74,43 @@ impl PayloadListener {
         let deadline = Instant::now() + limit;
         let mut all: Vec<Option<Payload>> = (0..nics).map(|_| None).collect();
         while all.iter().any(Option::is_none) {
+            ensure!(
+                Instant::now() < deadline,
+                "the client did not connect for the payload within {limit:?}: can it reach port {}?",
+                self.port.port
+            );
             match self.listener.accept() {
                 Ok((stream, _)) => {
-                    if let Some(index) = self.index(&stream) {
+                    let first = deadline.min(Instant::now() + FIRST_WORDS);
+                    if let Some(index) = self.index(&stream, first) {
                         let place = all.get_mut(index).context("the client has connected too often")?;
                         ensure!(place.is_none(), "the client has connected twice for a NIC");
                         *place = Some(Payload::new(stream)?);
                     }
                 }
-                Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    ensure!(
-                        Instant::now() < deadline,
-                        "the client did not connect for the payload within {limit:?}: can it reach port {}?",
-                        self.port.port
-                    );
-                    wait(&self.listener, PollFlags::IN)?;
-                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => wait(&self.listener, PollFlags::IN)?,
                 Err(error) => return Err(error).context("waiting for the connection of the payload"),
             }
         }
         Ok(all.into_iter().flatten().collect())
     }
 
-    /// Returns the number of the NIC of a connection; `None` if the connection is not that of this client.
-    fn index(&self, mut stream: &TcpStream) -> Option<usize> {
+    /// Returns the number of the NIC of a connection; `None` if the connection is not that of this client, or its first words
+    /// did not arrive before `deadline`.
+    fn index(&self, mut stream: &TcpStream, deadline: Instant) -> Option<usize> {
         let mut words = [0; 2 * WORD];
-        stream.set_nonblocking(false).ok()?;
-        stream.set_read_timeout(Some(FIRST_WORDS)).ok()?;
-        stream.read_exact(&mut words).ok()?;
+        stream.set_nonblocking(true).ok()?;
+        let mut have = 0;
+        while have < words.len() {
+            if Instant::now() >= deadline {
+                return None;
+            }
+            match ready(stream.read(&mut words[have..])).ok()? {
+                Some(0) => return None,
+                Some(count) => have += count,
+                None => wait(stream, PollFlags::IN).ok()?,
+            }
+        }
         let (token, index) = words.split_at(WORD);
         let word = |bytes: &[u8]| bytes.try_into().map(u64::from_le_bytes).ok();
         (word(token)? == self.port.token).then_some(())?;
@@ -120,14 +131,23 @@ impl Payload {
         Ok(Self { stream })
     }
 
-    /// Connects to the server, for the NIC with the number `index`.
+    /// Connects to the server, for the NIC with the number `index`, as long as `proceed` succeeds.
     ///
     /// # Errors
     ///
-    /// The server does not accept the connection within the limit.
-    pub fn connect(host: &str, at: PayloadPort, index: usize, limit: Duration) -> Result<Self> {
+    /// The server does not accept the connection within the limit, or those of `proceed`.
+    pub fn connect(
+        host: &str,
+        at: PayloadPort,
+        index: usize,
+        limit: Duration,
+        proceed: &dyn Fn() -> Result<()>,
+    ) -> Result<Self> {
         // Without the error's type, which stands for a server that is gone.
-        let mut stream = reach(host, at.port, limit).map_err(|error| {
+        let mut stream = reach_while(host, at.port, limit, proceed).map_err(|error| {
+            if error.downcast_ref::<Unreachable>().is_none() {
+                return error;
+            }
             anyhow::anyhow!("the server's port for the payload is not reachable; does a firewall block it? {error:#}")
         })?;
         stream.set_write_timeout(Some(limit))?;
@@ -202,7 +222,7 @@ impl Payload {
         span: &Span,
         slots: &Slots,
         chunks: u64,
-        mut handled: impl FnMut(u64),
+        mut handled: impl FnMut(u64) -> Result<()>,
         limit: Duration,
         stop: &Stop,
     ) -> Result<u64> {
@@ -219,7 +239,7 @@ impl Payload {
                     moved = true;
                     part += count as u64;
                     if part == slots.size {
-                        handled(came);
+                        handled(came)?;
                         (came, part) = (came + 1, 0);
                         // The bytes are visible to devices before the client knows about them.
                         span.flush();
@@ -324,6 +344,7 @@ fn ready(moved: std::io::Result<usize>) -> Result<Option<usize>> {
         Ok(count) => Ok(Some(count)),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(None),
         Err(error) if matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset) => bail!(ENDED),
+        Err(error) if error.raw_os_error() == Some(libc::EFAULT) => bail!(REVOKED),
         Err(error) => Err(error).context("moving the payload over TCP"),
     }
 }
@@ -341,9 +362,17 @@ mod tests {
     /// Returns both ends of the connection of a NIC.
     fn pair() -> (Payload, Payload) {
         let listener = PayloadListener::new("127.0.0.1").unwrap();
-        let client = Payload::connect("127.0.0.1", listener.port(), 0, LIMIT).unwrap();
+        let client = Payload::connect("127.0.0.1", listener.port(), 0, LIMIT, &|| Ok(())).unwrap();
         let server = listener.accept(1, LIMIT).unwrap().pop().unwrap();
         (client, server)
+    }
+
+    /// Accepts a connection that was made before.
+    fn accept_blocking(listener: &TcpListener) -> (TcpStream, std::net::SocketAddr) {
+        listener.set_nonblocking(false).unwrap();
+        let accepted = listener.accept().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        accepted
     }
 
     #[test]
@@ -354,12 +383,12 @@ mod tests {
             let slots = Slots::new(size, depth, 1 << 30);
             let source = Span::host(slots.source_bytes() as usize).unwrap();
             let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
-            fill_source(&source, &slots, 5);
-            fill_target(&target, &slots, GUARD, 5);
+            fill_source(&source, &slots, 5).unwrap();
+            fill_target(&target, &slots, GUARD, 5).unwrap();
             let (chunks, stop, progress) = (messages * each, Stop::default(), AtomicU64::new(0));
             let clock = Clock::new(messages, each, Instant::now(), &progress).unwrap();
             let (times, copied) = thread::scope(|scope| {
-                let served = scope.spawn(|| server.receive(&target, &slots, chunks, |_| {}, LIMIT, &stop));
+                let served = scope.spawn(|| server.receive(&target, &slots, chunks, |_| Ok(()), LIMIT, &stop));
                 let sent = client.send(&source, &slots, depth, clock, LIMIT, &stop).unwrap();
                 assert_eq!(served.join().unwrap().unwrap(), chunks * size);
                 sent
@@ -368,7 +397,7 @@ mod tests {
             let messages = messages as usize;
             assert_eq!((times.posted.len(), times.done.len()), (messages, messages));
             assert!(times.done.is_sorted());
-            let checked = check_target(&target, &slots, GUARD, 5, chunks);
+            let checked = check_target(&target, &slots, GUARD, 5, chunks).unwrap();
             assert!(checked.is_correct(), "{size}: {checked:?}");
         }
     }
@@ -385,11 +414,16 @@ mod tests {
         let error = client.send(&span, &slots, 2, clock(), short, &stop).err().unwrap();
         assert!(error.to_string().contains("--timeout"), "{error}");
         let (_client, idle) = pair();
-        let error = idle.receive(&span, &slots, 5, |_| {}, short, &stop).unwrap_err();
+        let error = idle.receive(&span, &slots, 5, |_| Ok(()), short, &stop).unwrap_err();
         assert!(error.to_string().contains("chunk 0 of 5"), "{error}");
-        // A peer that ends the connection, in the middle of a chunk.
+        // A peer that ends the connection after whole chunks, and in the middle of a chunk.
         drop(client);
-        let error = server.receive(&span, &slots, 5, |_| {}, LIMIT, &stop).unwrap_err();
+        let error = server.receive(&span, &slots, 5, |_| Ok(()), LIMIT, &stop).unwrap_err();
+        assert_eq!(error.to_string(), ENDED);
+        let (client, server) = pair();
+        (&client.stream).write_all(&[7; 2048]).unwrap();
+        drop(client);
+        let error = server.receive(&span, &slots, 5, |_| Ok(()), LIMIT, &stop).unwrap_err();
         assert_eq!(error.to_string(), ENDED);
         let (client, server) = pair();
         drop(server);
@@ -414,20 +448,34 @@ mod tests {
         // No first words, a wrong token, and a NIC that does not exist.
         drop(TcpStream::connect(("127.0.0.1", at.port)).unwrap());
         let wrong = PayloadPort { token: !at.token, ..at };
-        let mut other = Payload::connect("127.0.0.1", wrong, 0, LIMIT).unwrap().stream;
-        let second = Payload::connect("127.0.0.1", at, 1, LIMIT).unwrap();
-        let first = Payload::connect("127.0.0.1", at, 0, LIMIT).unwrap();
+        let mut other = Payload::connect("127.0.0.1", wrong, 0, LIMIT, &|| Ok(()))
+            .unwrap()
+            .stream;
+        let second = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| Ok(())).unwrap();
+        let first = Payload::connect("127.0.0.1", at, 0, LIMIT, &|| Ok(())).unwrap();
         let all = listener.accept(2, LIMIT).unwrap();
         let local = |payload: &Payload| payload.stream.local_addr().unwrap();
         let peers: Vec<_> = all.iter().map(|payload| payload.stream.peer_addr().unwrap()).collect();
         assert_eq!(peers, [local(&first), local(&second)]);
         other.set_nonblocking(false).unwrap();
         other.set_read_timeout(Some(LIMIT)).unwrap();
-        // The end, or an error because the server did not read the words.
-        assert!(!matches!(other.read(&mut [0; 1]), Ok(1..)));
-        let _third = Payload::connect("127.0.0.1", at, 1, LIMIT).unwrap();
+        // The server closed the connection. A read that waits until its limit fails with another error.
+        match other.read(&mut [0; 1]) {
+            Ok(count) => assert_eq!(count, 0),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::ConnectionReset),
+        }
+        // A connection with a part of the first words, and a limit that has ended.
+        let mut slow = TcpStream::connect(("127.0.0.1", at.port)).unwrap();
+        slow.write_all(&[0; WORD]).unwrap();
+        let (accepted, _) = accept_blocking(&listener.listener);
+        assert_eq!(listener.index(&accepted, Instant::now()), None);
+        let stopped = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| bail!("stopped by the viewer"));
+        assert_eq!(stopped.unwrap_err().to_string(), "stopped by the viewer");
+        let _third = Payload::connect("127.0.0.1", at, 1, LIMIT, &|| Ok(())).unwrap();
         let error = listener.accept(1, LIMIT).unwrap_err();
         assert!(error.to_string().contains("too often"), "{error}");
+        // Connections that keep arriving do not extend the limit.
+        let _waiting = TcpStream::connect(("127.0.0.1", at.port)).unwrap();
         let error = listener.accept(1, Duration::ZERO).unwrap_err();
         assert!(error.to_string().contains(&at.port.to_string()), "{error}");
     }

@@ -51,6 +51,9 @@ pub const MAX_NICS: usize = 64;
 pub const MAX_DEPTH: u32 = 8192;
 /// Maximum number of messages of one size. The client stores two times for each message.
 const MAX_MESSAGES: u64 = 10_000_000;
+/// Error for a batch of requests that have a handshake.
+const NO_BATCH: &str = "only RDMA WRITEs and READs without handshake are posted in batches, and writes through a window have \
+                        a handshake: use --mode write or read, with messages that fit the memory (--size), or no --batch";
 /// Maximum length of the reason in `failed`, in bytes.
 const MAX_REASON: usize = 2000;
 
@@ -238,15 +241,28 @@ impl Test {
         self.sizes.iter().map(slots).max().unwrap_or(0)
     }
 
-    /// Checks that the messages fit the memory of both sides, whole or through a window.
+    /// Checks that the messages fit the memory of both sides, whole or through a window, and that the mode permits the
+    /// windows. Both sides call this after they have agreed on the memory, on which the windows depend.
     ///
     /// # Errors
     ///
-    /// Some do not. The message says what to do.
+    /// Some do not fit, or move through a window and must not. The message says what to do.
     pub fn check_space(&self) -> Result<(), String> {
         self.sizes
             .iter()
-            .try_for_each(|size| chunk(*size, self.window, self.space).map(|_| ()))
+            .try_for_each(|size| chunk(*size, self.window, self.space).map(|_| ()))?;
+        let any = |forbidden: &dyn Fn(u64) -> bool| self.sizes.iter().any(|size| forbidden(*size));
+        if self.batch.is_some() && any(&|size| self.has_handshake(size)) {
+            return Err(NO_BATCH.to_owned());
+        }
+        if self.mode == Mode::Rpc && any(&|size| self.has_window(size)) {
+            return Err(format!(
+                "a call has one chunk, and the calls do not fit the {} of memory that both sides have: use smaller messages \
+                 (--size) or no --window",
+                p2pmem::human_size(self.space)
+            ));
+        }
+        Ok(())
     }
 
     /// Checks parameters that come from the peer or from the command line.
@@ -276,9 +292,8 @@ impl Test {
             "a doorbell posts 1 request to as many as are in flight: use a --batch of 1 to --depth",
         )?;
         no(
-            self.batch.is_some()
-                && (self.sizes.iter().any(|size| self.has_handshake(*size)) || !self.mode.is_one_sided()),
-            "only RDMA WRITEs and READs without handshake are posted in batches: use --mode write or read",
+            self.batch.is_some() && (self.handshake || self.staged || !self.mode.is_one_sided()),
+            NO_BATCH,
         )?;
         no(
             self.handshake && self.mode != Mode::Write,
@@ -287,10 +302,6 @@ impl Test {
         no(
             self.staged && self.mode != Mode::Write,
             "only writes can be staged: use --mode write",
-        )?;
-        no(
-            self.mode == Mode::Rpc && self.sizes.iter().any(|size| self.chunks(*size) > 1),
-            "a call has one chunk: use smaller messages (--size) or no --window",
         )?;
         no(
             !(1..=MAX_NICS).contains(&self.nics),

@@ -314,6 +314,40 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
 }
 
 #[test]
+fn calls_and_batches_do_not_move_through_a_window() {
+    let call = Test {
+        mode: Mode::Rpc,
+        handshake: false,
+        sizes: vec![64 << 10],
+        ..test()
+    };
+    let batch = Test {
+        mode: Mode::Write,
+        batch: Some(4),
+        ..call.clone()
+    };
+    let read = Test {
+        mode: Mode::Read,
+        ..batch.clone()
+    };
+    // The memory is not known yet in the client's first check; three slots fit `enough`, but not `less`.
+    let (enough, less) = (3 * (64 << 10) + GUARD + WORDS, 3 * (64 << 10) + GUARD + WORDS - 4096);
+    for (test, word) in [(&call, "a call has one chunk"), (&batch, "--batch")] {
+        let with = |space| Test { space, ..test.clone() };
+        assert_eq!(with(0).check(), Ok(()));
+        assert_eq!(with(enough).check_space(), Ok(()));
+        let why = with(less).check_space().unwrap_err();
+        assert!(why.contains(word) && why.contains("--size"), "{why}");
+    }
+    // Reads through a window have no handshake.
+    let windowed = Test { space: less, ..read };
+    assert!(windowed.has_window(64 << 10));
+    assert_eq!(windowed.check_space(), Ok(()));
+    let staged = Test { staged: true, ..batch };
+    assert!(staged.check().unwrap_err().contains("--batch"));
+}
+
+#[test]
 fn endpoints_are_checked() {
     check_endpoints(&[endpoint()], 1).unwrap();
     assert!(check_endpoints(&[endpoint()], 2).is_err());

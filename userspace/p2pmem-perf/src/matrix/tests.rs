@@ -160,6 +160,23 @@ fn the_link_must_be_measured() {
 }
 
 #[test]
+fn wrong_bytes_in_the_run_of_the_link_are_an_error() {
+    let error = measure_with(
+        &args("--memory cmb --peer-memory cpu --verify"),
+        &Unobserved,
+        &|args, _| {
+            let mut report = report(args, 10, 1);
+            for result in &mut report.results {
+                result.verified = Some(args.own.memory != MemoryKind::Cpu);
+            }
+            Ok(report)
+        },
+    )
+    .unwrap_err();
+    assert!(error.to_string().contains("wrong bytes"), "{error}");
+}
+
+#[test]
 fn a_matrix_without_results_or_with_wrong_bytes_is_not_correct() {
     let run = |args: &RunArgs, _: &dyn Observer| {
         let mut report = report(args, 10, 1);

@@ -6,6 +6,7 @@ use anyhow::{ensure, Context, Result};
 use p2pmem_verbs::{Request, Work};
 
 use super::{cpu_time, word, NicSession, Run, Served, PEER_WORD, WORD};
+use crate::memory::REVOKED;
 use crate::stats::Times;
 use crate::waiter::Waiter;
 
@@ -46,7 +47,10 @@ impl NicSession {
                     done.id & !RECEIVE
                 );
                 let at = slots.target_at(came) as usize;
-                received.span().copy_to(at, span, at, size as usize);
+                received
+                    .span()
+                    .try_copy_to(at, span, at, size as usize)
+                    .context(REVOKED)?;
                 replies.push(Request {
                     id: came,
                     local: self.memory.segment(self.handled_at(), WORD),
@@ -62,9 +66,7 @@ impl NicSession {
             }
             if !replies.is_empty() {
                 // The payload is visible before the client knows.
-                span.flush();
-                span.write(self.handled_at() as usize, &came.to_le_bytes());
-                span.flush();
+                self.set_handled(came)?;
                 self.queue.post(&replies).context("posting replies")?;
                 replies.clear();
             }
@@ -121,7 +123,7 @@ impl Run<'_> {
                     completion.bytes,
                     completion.id & !RECEIVE
                 );
-                let handled = word(session.memory.span(), session.handled_at() + PEER_WORD);
+                let handled = word(session.memory.span(), session.handled_at() + PEER_WORD)?;
                 ensure!(
                     (done + 1..=posted).contains(&handled),
                     "the server reports {handled} calls: at least {} and at most {posted} are possible",

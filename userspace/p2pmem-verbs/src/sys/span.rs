@@ -13,6 +13,9 @@ use p2pmem::Mapping;
 use p2pmem_access_sys as access;
 use rustix::mm::{madvise, mmap, mmap_anonymous, munmap, Advice, MapFlags, ProtFlags};
 
+/// Bytes that [`Span::try_copy_to`] copies at once.
+const COPY_BLOCK: usize = 16384;
+
 /// Owner of the memory of a [`Span`].
 #[derive(Debug)]
 enum Owner {
@@ -193,6 +196,33 @@ impl Span {
         unsafe { access::copy(from, to, len) }
     }
 
+    /// Copies bytes as [`Span::copy_to`] does. If one of the two memories is a buffer whose provider was removed, returns an
+    /// error, and does not raise SIGBUS; a part of the bytes may be copied then.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Span::try_read`] and [`Span::try_write`].
+    ///
+    /// # Panics
+    ///
+    /// The bytes are not inside one of the two spans.
+    pub fn try_copy_to(&self, at: usize, other: &Self, other_at: usize, len: usize) -> p2pmem::Result<()> {
+        if matches!((&self.inner.owner, &other.inner.owner), (Owner::Own, Owner::Own)) {
+            self.copy_to(at, other, other_at, len);
+            return Ok(());
+        }
+        self.at(at, len);
+        other.at(other_at, len);
+        // Stays in the processor's cache.
+        let mut block = [0; COPY_BLOCK];
+        for start in (0..len).step_by(COPY_BLOCK) {
+            let part = &mut block[..COPY_BLOCK.min(len - start)];
+            self.try_read(at + start, part)?;
+            other.try_write(other_at + start, part)?;
+        }
+        Ok(())
+    }
+
     /// Sends bytes from byte `at` to a socket: the kernel copies from this memory. Returns the number of bytes sent, which
     /// can be smaller than `len`.
     ///
@@ -269,6 +299,68 @@ mod tests {
         span.read(4088, &mut word);
         assert_eq!(u64::from_le_bytes(word), 7);
         assert_eq!(span.len(), 4096);
+    }
+
+    #[test]
+    fn guarded_copies_are_those_of_the_other_functions() {
+        let device = p2pmem::fake::Fake::example().device();
+        let mapping = device.alloc(&p2pmem::Request::new(65536)).unwrap().map().unwrap();
+        let (buffer, host) = (Span::buffer(mapping), Span::host(65536).unwrap());
+        // More than two blocks, and not a whole number of them.
+        let bytes: Vec<u8> = (0..2 * COPY_BLOCK + 13).map(|i| (i % 251) as u8).collect();
+        let back_of = |span: &Span, at| {
+            let mut back = vec![0; bytes.len()];
+            span.try_read(at, &mut back).unwrap();
+            back
+        };
+        host.write(5, &bytes);
+        host.try_copy_to(5, &buffer, 16, bytes.len()).unwrap();
+        assert!(back_of(&buffer, 16) == bytes);
+        buffer.try_copy_to(16, &host, 1000, bytes.len()).unwrap();
+        assert!(back_of(&host, 1000) == bytes);
+        let other = Span::host(65536).unwrap();
+        host.try_copy_to(1000, &other, 0, bytes.len()).unwrap();
+        assert!(back_of(&other, 0) == bytes);
+    }
+
+    /// Replaces the pages of a buffer by those of an empty file: as of a provider that was removed, accesses raise SIGBUS.
+    fn revoke(span: &Span) {
+        // SAFETY: the name is a string that ends with NUL.
+        let file = unsafe { libc::memfd_create(c"revoked".as_ptr(), libc::MFD_CLOEXEC) };
+        assert!(file >= 0);
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: replaces exactly the pages of the span's mapping, to which no reference exists.
+        let at = unsafe { libc::mmap(span.inner.start.as_ptr().cast(), span.len(), access, flags, file, 0) };
+        assert_eq!(at as u64, span.address());
+    }
+
+    #[test]
+    fn copies_of_a_revoked_buffer_are_errors() {
+        let device = p2pmem::fake::Fake::example().device();
+        let mapping = device.alloc(&p2pmem::Request::new(65536)).unwrap().map().unwrap();
+        let (buffer, host) = (Span::buffer(mapping), Span::host(65536).unwrap());
+        host.try_copy_to(0, &buffer, 0, 65536).unwrap();
+        revoke(&buffer);
+        let results = [
+            host.try_copy_to(0, &buffer, 0, 65536),
+            buffer.try_copy_to(0, &host, 0, 65536),
+            buffer.try_read(8, &mut [0; 8]),
+            buffer.try_write(8, &[0; 8]),
+        ];
+        for result in results {
+            assert_eq!(result.unwrap_err().kind(), p2pmem::ErrorKind::Removed);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "not inside")]
+    fn guarded_copies_outside_the_span_panic() {
+        let device = p2pmem::fake::Fake::example().device();
+        let mapping = device.alloc(&p2pmem::Request::new(4096)).unwrap().map().unwrap();
+        let _ = Span::host(8192)
+            .unwrap()
+            .try_copy_to(0, &Span::buffer(mapping), 0, 8192);
     }
 
     #[test]

@@ -211,6 +211,27 @@ fn left_alone(cluster: &mut Cluster) -> Result<()> {
             return Err(failure(&[&outcome], text));
         }
     }
+    // The NIC of a server that is stopped still answers the client's reads of the handshake word.
+    let endless = endless.replace("--timeout 100", "--timeout 10");
+    let script = format!(
+        "{perf} serve --nic rxe0 --gid-index 1 --events --timeout 100 & server=$!
+        {perf} run 127.0.0.1 {endless} & client=$!
+        counter=/sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts
+        start=$(cat $counter)
+        # Ended by this test's own limit.
+        while [ $(cat $counter) -lt $((start + 200)) ]; do sleep 0.1; done
+        kill -STOP $server
+        wait $client && echo no error >&2
+        kill -9 $server
+        wait $server"
+    );
+    let outcome = sh(vm, &script)?;
+    let said = String::from_utf8_lossy(&outcome.stderr).into_owned();
+    if !outcome.findings.is_empty() || said.contains("no error") || !said.contains("is its p2pmem-perf stopped?") {
+        let what = describe(&outcome, vm);
+        let text = format!("the server was stopped, and the client did not say so: {what}");
+        return Err(failure(&[&outcome], text));
+    }
     // Errors that need no peer are reported immediately.
     for (command, words) in [
         (format!("{perf} run 127.0.0.1 --nic mlx9_9"), "this machine has rxe0"),
