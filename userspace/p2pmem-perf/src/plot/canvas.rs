@@ -15,7 +15,9 @@ pub(super) const INK: &str = "#17202a";
 pub(super) const QUIET: &str = "#4a5763";
 const GRID: &str = "#d5dbe1";
 /// Colors that differ in lightness, too.
-pub(super) const COLORS: [&str; 6] = ["#1d5fa8", "#e08214", "#1c6b3c", "#b694d6", "#7a5c00", "#a31621"];
+pub(super) const COLORS: [&str; 8] = [
+    "#1d5fa8", "#e08214", "#1c6b3c", "#b694d6", "#7a5c00", "#a31621", "#4bb3c3", "#5b6770",
+];
 
 /// Returns the color with this number.
 pub(super) fn color(number: usize) -> &'static str {

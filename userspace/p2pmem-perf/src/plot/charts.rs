@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use p2pmem::short_size;
 
 use super::canvas::{color, number, Anchor, Axis, Drawing, Panel, Scale, INK, QUIET, WIDTH};
-use super::data::{Call, Document, Matrix, Path};
+use super::data::{Call, Document, Entry, Path};
 
 /// The left and the right margin of panels, which labels need.
 const LEFT: f64 = 70.0;
@@ -91,9 +91,9 @@ fn heat(ratio: f64) -> String {
 }
 
 /// Draws a heat map for each mode and size of a matrix.
-pub(super) fn matrix(drawing: &mut Drawing, matrix: &Matrix) {
+pub(super) fn matrix(drawing: &mut Drawing, entries: &[Entry]) {
     let (mut maps, mut rows, mut columns) = (Vec::new(), Vec::new(), Vec::new());
-    for entry in &matrix.entries {
+    for entry in entries {
         index(&mut maps, &(entry.size, entry.mode.clone()));
         index(&mut rows, &entry.from);
         index(&mut columns, &entry.to);
@@ -122,8 +122,7 @@ pub(super) fn matrix(drawing: &mut Drawing, matrix: &Matrix) {
             let y = top + 24.0 + (number as f64 + 0.5) * CELL.1 + 4.0;
             drawing.text_of(left + HEAD - 6.0, y, &names(row), Anchor::End, 10.0, QUIET, false);
         }
-        for entry in matrix
-            .entries
+        for entry in entries
             .iter()
             .filter(|entry| entry.size == *size && entry.mode == *mode)
         {
@@ -260,7 +259,7 @@ pub(super) fn decomposition(drawing: &mut Drawing, paths: &[Path]) {
             drawing.rectangle(from, y, to - from, BAR, color(number_of_term), &about);
         }
         let (end, _) = panel.at(sum, 0.0);
-        let text = format!("{} µs", number(sum));
+        let text = format!("{} µs", number(path.total_us.unwrap_or(sum)));
         drawing.text_of(end + 6.0, y + BAR / 2.0 + 4.0, &text, Anchor::Start, 11.0, INK, true);
     }
     drawing.legend(16.0, top + height + 50.0, &terms);

@@ -31,13 +31,14 @@ pub(super) struct Document {
 
 impl Document {
     /// Returns the matrices that have results.
-    pub(super) fn matrices(&self) -> impl Iterator<Item = &Matrix> {
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &[Entry]> {
         let other = match &self.matrix {
-            MatrixMember::Matrix(matrix) => Some(matrix),
+            MatrixMember::Cells(entries) => Some(entries),
+            MatrixMember::Matrix(matrix) => Some(&matrix.entries),
             MatrixMember::Other(_) => None,
         };
-        let all = std::iter::once(&self.own).chain(other);
-        all.filter(|matrix| !matrix.entries.is_empty())
+        let all = std::iter::once(&self.own.entries).chain(other);
+        all.map(Vec::as_slice).filter(|entries| !entries.is_empty())
     }
 }
 
@@ -69,6 +70,8 @@ pub(super) struct TestName {
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum MatrixMember {
+    /// The cells alone, as in the report of the test bed's demo.
+    Cells(Vec<Entry>),
     Matrix(Matrix),
     /// Not drawn.
     Other(#[expect(dead_code, reason = "it only has to be valid JSON")] serde_json::Value),
@@ -118,6 +121,9 @@ pub(super) struct Call {
 pub(super) struct Path {
     pub(super) name: String,
     pub(super) terms: Vec<Term>,
+    /// The whole time. The medians of the terms need not add up to that of the whole.
+    #[serde(default)]
+    pub(super) total_us: Option<f64>,
 }
 
 /// A part of a time.

@@ -205,3 +205,28 @@ fn all_documents_are_written() {
         assert!(path.metadata().unwrap().len() > 1000);
     }
 }
+
+#[test]
+fn cells_without_the_rest_of_a_matrix_are_drawn() {
+    // The form of the test bed's transfer.json.
+    let entries = matrix_report()["entries"].clone();
+    let report = json!({"passed": true, "matrix": entries, "costs": [], "multi_port": {"single_mib_per_s": 1.0}});
+    assert_eq!(texts(&report), texts(&matrix_report()));
+}
+
+#[test]
+fn the_parts_of_a_write_have_different_colors() {
+    let terms: Vec<_> = (1..=8)
+        .map(|term| json!({"term": format!("part {term}"), "us": 1.0}))
+        .collect();
+    let path = json!({"name": "cpu to cpu", "terms": terms, "total_us": 9.5});
+    let report = json!({"schema": 1, "decomposition": [path]});
+    let svg = draw(&report.to_string()).unwrap();
+    let colors: std::collections::BTreeSet<_> = super::canvas::COLORS
+        .iter()
+        .filter(|color| svg.contains(**color))
+        .collect();
+    assert_eq!(colors.len(), 8, "{svg}");
+    // The whole is that of the report, and not the sum of its parts.
+    assert!(texts(&report).contains(&"9.5 µs".to_owned()), "{:?}", texts(&report));
+}

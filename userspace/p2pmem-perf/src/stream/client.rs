@@ -252,6 +252,13 @@ fn run_stream(
     let FromServer::Streamed(result) = control.receive()? else {
         bail!("expected the message `streamed` of the server");
     };
+    ensure!(
+        result.verified.is_some() == request.verify && result.frames <= flow.posted,
+        "the server reports {} of {} frames, {}verified: is it p2pmem-perf of the same version?",
+        result.frames,
+        flow.posted,
+        if result.verified.is_some() { "" } else { "not " }
+    );
     let (frames, totals, gaps) = (flow.posted, flow.totals.unwrap_or_default(), flow.gaps);
     let bytes = frames * own.chunk;
     let range = flow.rolling.range().unwrap_or_default();
