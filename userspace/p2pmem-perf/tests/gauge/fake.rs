@@ -146,6 +146,7 @@ fn size_result(nics: &[String], bytes: u64, messages: u64, base: f64) -> SizeRes
         latency: Some(latency(bytes, base)),
         cpu_us_client: 0.4,
         cpu_us_server: 0.0,
+        process_us_server: 0.0,
         copied_client: 0,
         copied_server: 0,
         checked: None,
