@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! `rpc`: compares the ways to put bytes into another node's memory: two-sided calls and one-sided requests, with each way
+//! `rpc`: compares how bytes get into another node's memory: by two-sided calls and by one-sided requests, with each method
 //! of waiting. Each message waits for the one before, except in batches.
 
 use std::io::Write;
@@ -18,7 +18,7 @@ use crate::sizes::{messages, Sizes};
 use crate::waiter::How;
 use crate::wire::Mode;
 
-/// A way to put bytes into the memory of another node, or to get them.
+/// A method of writing to the memory of another node, or of reading from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Call {
@@ -58,7 +58,7 @@ pub struct RpcArgs {
     /// The server.
     pub host: String,
 
-    /// Options of this side. The client waits in each way of --waiting.
+    /// Options of this side. The client waits by each method of --waiting.
     #[command(flatten)]
     pub own: OwnArgs,
 
@@ -80,7 +80,7 @@ pub struct RpcArgs {
     )]
     pub call: Vec<Call>,
 
-    /// Ways to wait for completions, of client and server.
+    /// Methods of waiting for completions, of client and server.
     #[arg(
         long,
         value_enum,
@@ -160,7 +160,7 @@ pub struct Rpc {
     pub client: String,
     /// The server's kind of memory.
     pub server: String,
-    /// One entry for each call, way of waiting, and size.
+    /// One entry for each call, method of waiting, and size.
     pub rpc: Vec<Cost>,
 }
 
@@ -188,7 +188,7 @@ impl Cost {
     }
 }
 
-/// Measures each call with each way of waiting. `observer` hears of each run; `found` gets each cost as soon as it is
+/// Measures each call with each method of waiting. `observer` observes each run; `found` gets each cost as soon as it is
 /// known.
 ///
 /// # Errors
