@@ -359,7 +359,7 @@ fn run_sessions(
         }
         drop(send);
         let mut all: Vec<Option<Ran>> = sessions.iter().map(|_| None).collect();
-        let (mut told, mut stopped) = (start, false);
+        let (mut notified, mut stopped) = (start, false);
         let mut watch = || -> Result<()> {
             while all.iter().any(Option::is_none) {
                 match results.recv_timeout(PROGRESS_INTERVAL) {
@@ -371,10 +371,10 @@ fn run_sessions(
                         let observed = observer.progress(&done()).and_then(|()| observer.proceed());
                         stopped = observed.is_err();
                         observed?;
-                        if told.elapsed() < ALIVE_INTERVAL {
+                        if notified.elapsed() < ALIVE_INTERVAL {
                             continue;
                         }
-                        told = Instant::now();
+                        notified = Instant::now();
                         control.send(&FromClient::Alive)?;
                         if let Some(message) = control.receive_within::<FromServer>(POLL_WAIT)? {
                             bail!("the server sent {message:?} while messages were in flight");

@@ -224,7 +224,7 @@ impl Matrix {
                             None => cell.push('-'),
                         }
                         if let Some(error) = entry.and_then(|entry| entry.error.as_ref()) {
-                            reasons.insert(format!("{from} to {to}: {error}"));
+                            reasons.insert(format!("{from} to {to} by {mode}: {error}"));
                         }
                         write!(out, " {cell:>17}")?;
                     }

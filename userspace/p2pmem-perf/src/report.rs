@@ -143,8 +143,11 @@ impl Report {
         if test.staged {
             how += ", staged through host memory on both sides, copied by the processor";
         }
-        if test.handshake || test.staged {
+        let has_handshake = |size: &u64| test.has_handshake(*size);
+        if test.sizes.iter().all(has_handshake) {
             how += ", with handshake";
+        } else if test.sizes.iter().any(has_handshake) {
+            how += ", with handshake where messages move through a window";
         }
         format!(
             " {how}\n client: {}\n server: {}\n {} in flight at once\n{}",
@@ -285,6 +288,35 @@ mod tests {
         );
         // One line for all NICs, and one for each NIC.
         assert_eq!(bad.matches(" 1048576 ").count(), 3, "{bad}");
+    }
+
+    #[test]
+    fn the_heading_names_the_handshake_of_writes_through_a_window() {
+        let heading = |options: &str| {
+            let line = format!("p2pmem-perf run host {options}");
+            let cli = <crate::cli::Cli as clap::Parser>::parse_from(line.split_whitespace());
+            let crate::cli::Command::Run(args) = cli.command else {
+                panic!("not run")
+            };
+            let side = Side {
+                nics: vec!["mlx5_0".into()],
+                memory: "cpu".into(),
+                providers: Vec::new(),
+                registration: "reg-mr".into(),
+            };
+            let test = Test {
+                space: 1 << 30,
+                ..args.test(1)
+            };
+            Report::new(test, side.clone(), side).heading()
+        };
+        assert!(!heading("--size 4K,64K").contains("handshake"));
+        assert!(!heading("--size 64K --window 4K --mode read").contains("handshake"));
+        for options in ["--size 4K --handshake", "--size 64K --staged", "--size 64K --window 4K"] {
+            assert!(heading(options).contains(", with handshake\n"), "{options}");
+        }
+        let mixed = heading("--size 4K,64K --window 4K");
+        assert!(mixed.contains("with handshake where"), "{mixed}");
     }
 
     #[test]

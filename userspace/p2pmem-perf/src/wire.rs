@@ -30,8 +30,8 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, Context, Result};
 use clap::ValueEnum;
 use p2pmem_verbs::Address;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use serde::de::{self, DeserializeOwned};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
@@ -130,6 +130,7 @@ pub struct PeerMemory {
     /// Name of the kind. A text, so that the server can report a kind that it does not know.
     pub kind: String,
     /// The provider, by id or PCI address; `None` selects the provider nearest to the NIC.
+    #[serde(default, deserialize_with = "device")]
     pub device: Option<String>,
 }
 
@@ -339,11 +340,49 @@ impl Window {
     }
 }
 
+/// Maximum length of a name that the peer sends, in bytes.
+const MAX_NAME: usize = 64;
+
+/// Checks a name that the peer sent and that may reach the terminal.
+fn check_name<E: de::Error>(name: &str) -> std::result::Result<(), E> {
+    if name.len() > MAX_NAME {
+        return Err(E::custom(format!("a name has more than {MAX_NAME} bytes")));
+    }
+    if !name.chars().all(|c| c.is_ascii_graphic() || c == ' ') {
+        return Err(E::custom(
+            "a name has control characters, or characters that are not ASCII",
+        ));
+    }
+    Ok(())
+}
+
+fn name<'de, D: Deserializer<'de>>(from: D) -> Result<String, D::Error> {
+    let name = String::deserialize(from)?;
+    check_name(&name)?;
+    Ok(name)
+}
+
+fn names<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<String>, D::Error> {
+    let names = Vec::<String>::deserialize(from)?;
+    if names.len() > MAX_NICS {
+        return Err(de::Error::custom(format!("a list has more than {MAX_NICS} names")));
+    }
+    names.iter().try_for_each(|name| check_name(name))?;
+    Ok(names)
+}
+
+fn device<'de, D: Deserializer<'de>>(from: D) -> Result<Option<String>, D::Error> {
+    let device = Option::<String>::deserialize(from)?;
+    device.as_deref().map(check_name).transpose()?;
+    Ok(device)
+}
+
 /// A queue pair and the memory that the peer accesses through it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Endpoint {
     /// Name of the NIC.
+    #[serde(deserialize_with = "name")]
     pub nic: String,
     /// The queue pair.
     pub address: Address,
@@ -384,12 +423,16 @@ pub fn check_endpoints(endpoints: &[Endpoint], nics: usize) -> Result<()> {
 #[serde(deny_unknown_fields)]
 pub struct Side {
     /// Names of the NICs.
+    #[serde(deserialize_with = "names")]
     pub nics: Vec<String>,
-    /// `cpu`, `accelerator` or `pageless`.
+    /// Kind of memory: `cpu`, `accelerator`, `cmb`, `fpga` or `pageless`.
+    #[serde(deserialize_with = "name")]
     pub memory: String,
     /// PCI address of the provider of each NIC's memory; empty for host memory.
+    #[serde(deserialize_with = "names")]
     pub providers: Vec<String>,
     /// Registration method: `dma-buf` or `reg-mr`.
+    #[serde(deserialize_with = "name")]
     pub registration: String,
 }
 

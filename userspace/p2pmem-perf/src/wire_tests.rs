@@ -146,6 +146,41 @@ fn invalid_messages_are_rejected() {
 }
 
 #[test]
+fn names_of_the_other_side_are_short_and_without_control_characters() {
+    let good = serde_json::to_value(endpoint()).unwrap();
+    let side = serde_json::json!({
+        "nics": ["mlx5_0"], "memory": "cmb", "providers": ["0000:03:00.0"], "registration": "dma-buf"
+    });
+    let peer = serde_json::json!({ "kind": "cmb", "device": "0000:03:00.0" });
+    serde_json::from_value::<Endpoint>(good.clone()).unwrap();
+    serde_json::from_value::<Side>(side.clone()).unwrap();
+    serde_json::from_value::<PeerMemory>(peer).unwrap();
+    let none = serde_json::json!({ "kind": "cmb" });
+    assert_eq!(serde_json::from_value::<PeerMemory>(none).unwrap().device, None);
+    for bad in ["\u{1b}[2J", "a\n", "\u{202e}", &"x".repeat(MAX_NAME + 1)] {
+        let mut endpoint = good.clone();
+        endpoint["nic"] = bad.into();
+        assert!(serde_json::from_value::<Endpoint>(endpoint).is_err(), "{bad:?}");
+        let peer = serde_json::json!({ "kind": "cmb", "device": bad });
+        assert!(serde_json::from_value::<PeerMemory>(peer).is_err(), "{bad:?}");
+        for field in ["memory", "registration"] {
+            let mut side = side.clone();
+            side[field] = bad.into();
+            assert!(serde_json::from_value::<Side>(side).is_err(), "{field} {bad:?}");
+        }
+        for field in ["nics", "providers"] {
+            let mut side = side.clone();
+            side[field] = serde_json::json!(["a", bad]);
+            let error = serde_json::from_value::<Side>(side).unwrap_err().to_string();
+            assert!(error.contains("a name has") && !error.contains(bad), "{error:?}");
+        }
+    }
+    let mut many = side;
+    many["nics"] = vec!["a"; MAX_NICS + 1].into();
+    assert!(serde_json::from_value::<Side>(many).is_err());
+}
+
+#[test]
 fn the_other_sides_reason_is_passed_on_without_control_characters() {
     let error = error_of(b"{\"failed\":\"no \\u001b[31m memory\\n\"}\n");
     assert_eq!(error, "the other side failed: no [31m memory");

@@ -130,7 +130,7 @@ fn a_pair_that_cannot_run_is_reported_and_the_others_continue() {
     assert_eq!(rows[2], ["cpu", "100.0", "(1.00)", "100.0", "(1.00)"], "{text}");
     assert_eq!(rows[3], ["fpga", "-", "-"], "{text}");
     assert!(
-        text.contains("not measured: fpga to cpu: no provider has memory of the kind fpga"),
+        text.contains("not measured: fpga to cpu by write: no provider has memory of the kind fpga"),
         "{text}"
     );
 }
