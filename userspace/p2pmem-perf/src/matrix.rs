@@ -20,7 +20,7 @@ use crate::client::{self, Unreachable};
 use crate::observer::{Observer, Unobserved};
 use crate::report::{Report, SizeResult};
 use crate::stats::Latency;
-use crate::wire::{reason, Mode};
+use crate::wire::{reason_and_remedy, Mode};
 use crate::{print_json, progress};
 
 mod args;
@@ -388,7 +388,7 @@ fn measure_with(args: &MatrixArgs, observer: &dyn MatrixObserver, run: Measure<'
                 Err(error) => {
                     // A stop request is no property of the pair.
                     observer.runs().proceed()?;
-                    let mut why = reason(&error);
+                    let mut why = reason_and_remedy(&error);
                     if error.downcast_ref::<Unreachable>().is_some() {
                         why += " (the server of a matrix needs --forever)";
                         ended = Some(why.clone());

@@ -18,8 +18,8 @@ use crate::stream;
 use crate::tcp::PayloadListener;
 use crate::waiter::Stop;
 use crate::wire::{
-    check_endpoints, reason_for_peer, sizes_of, Control, FromClient, FromServer, Mode, PeerMemory, ServerResult, Side,
-    Test, VERSION,
+    check_endpoints, reason_and_remedy, sizes_of, Control, FromClient, FromServer, Mode, PeerMemory, ServerResult,
+    Side, Test, VERSION,
 };
 
 /// Wait for a message of the client between two checks of the sessions.
@@ -58,7 +58,7 @@ fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
     let served = run_test(&mut control, args);
     if let Err(error) = &served {
         // The peer may have disconnected; then `error` says so.
-        let _ = control.send(&FromServer::Failed(reason_for_peer(error)));
+        let _ = control.send(&FromServer::Failed(reason_and_remedy(error)));
     }
     served
 }

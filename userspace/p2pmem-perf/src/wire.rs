@@ -572,7 +572,7 @@ pub fn reason(error: &anyhow::Error) -> String {
 }
 
 /// Returns the text of an error for the peer: as [`reason`], with what to do if this is known.
-pub fn reason_for_peer(error: &anyhow::Error) -> String {
+pub fn reason_and_remedy(error: &anyhow::Error) -> String {
     match crate::remedy(error) {
         Some(remedy) => truncated(format!("{error:#} (remedy: {remedy})")),
         None => reason(error),

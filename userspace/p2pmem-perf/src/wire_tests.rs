@@ -286,12 +286,12 @@ fn the_peer_learns_what_to_do() {
     let missing = p2pmem::Device::open_path("/nonexistent/p2pmem").unwrap_err();
     let remedy = missing.remedy().unwrap();
     let error = anyhow::Error::new(missing).context("allocating");
-    let text = reason_for_peer(&error);
+    let text = reason_and_remedy(&error);
     assert!(
         text.starts_with("allocating: cannot open") && text.ends_with(&format!("(remedy: {remedy})")),
         "{text}"
     );
-    assert_eq!(reason_for_peer(&anyhow::anyhow!("no memory")), "no memory");
+    assert_eq!(reason_and_remedy(&anyhow::anyhow!("no memory")), "no memory");
 }
 
 #[test]

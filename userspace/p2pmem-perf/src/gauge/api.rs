@@ -2,6 +2,7 @@
 
 //! The paths below `/api`: start and stop of measurements, and export of results.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use axum::extract::{Extension, State};
@@ -101,10 +102,17 @@ fn list(names: &[String], what: &str) -> Result<String, String> {
     if names.is_empty() {
         return Err(format!("nothing is selected: select {what}"));
     }
-    match names.iter().find(|name| name.contains(',') || name.is_empty()) {
-        Some(name) => Err(format!("{name:?} is no name: select {what}")),
-        None => Ok(names.join(",")),
+    if let Some(name) = names.iter().find(|name| name.contains(',') || name.is_empty()) {
+        return Err(format!("{name:?} is no name: select {what}"));
     }
+    // A NIC may be named with its port, which is the first one of all NICs.
+    let mut known = BTreeSet::new();
+    for name in names {
+        if !known.insert(name.strip_suffix("/1").unwrap_or(name)) {
+            return Err(format!("{name:?} is selected twice"));
+        }
+    }
+    Ok(names.join(","))
 }
 
 impl NewRun {
@@ -134,7 +142,13 @@ impl NewMatrix {
         let mut words = Words::new("matrix", server);
         words.option("memory", &list(&self.memory, "memory of this node")?);
         words.option("peer-memory", &list(&self.peer_memory, "memory of the server")?);
-        words.option("mode", &list(&self.modes, "at least one mode")?);
+        words.option(
+            "mode",
+            &list(
+                &self.modes,
+                "at least one mode, beside which staged writes are measured",
+            )?,
+        );
         words.option("size", &self.size);
         words.option("iters", &self.messages.to_string());
         words.option("nic", &list(&self.nics, "at least one NIC")?);
@@ -209,4 +223,28 @@ async fn export_json(State(gauge): State<Arc<Gauge>>) -> Answer {
 async fn export_csv(State(gauge): State<Arc<Gauge>>) -> Answer {
     let csv = export::csv(&gauge.results());
     Ok(download("text/csv; charset=utf-8", "p2pmem-gauge.csv", csv))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_is_selected_once() {
+        let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<Vec<_>>();
+        assert_eq!(
+            list(&names(&["mlx5_0", "mlx5_1/1"]), "NICs"),
+            Ok("mlx5_0,mlx5_1/1".into())
+        );
+        for (wrong, why) in [
+            (&["cpu", "cmb", "cpu"][..], "selected twice"),
+            (&["mlx5_0", "mlx5_0/1"], "selected twice"),
+            (&["cpu,cmb"], "no name"),
+            (&[""], "no name"),
+            (&[], "nothing is selected"),
+        ] {
+            let error = list(&names(wrong), "memory").unwrap_err();
+            assert!(error.contains(why), "{wrong:?}: {error}");
+        }
+    }
 }

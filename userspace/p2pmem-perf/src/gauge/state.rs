@@ -17,7 +17,7 @@ use super::measurements::Measurements;
 use crate::cli::{MemoryKind, RunArgs};
 use crate::matrix::{Matrix, MatrixArgs, STAGED};
 use crate::report::{Report, SizeResult};
-use crate::wire::{reason, Mode};
+use crate::wire::{reason_and_remedy, Mode};
 
 /// The version of the members of the state.
 const SCHEMA: u32 = 1;
@@ -268,12 +268,16 @@ impl Gauge {
         let observer = JobObserver::new(Arc::clone(&self));
         // After a panic, the job ends too.
         let measured = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match request {
-            Request::Run(args) => self.measurements.run(args, &observer).map(drop),
-            Request::Matrix(args) => self.measurements.matrix(args, &observer).map(drop),
+            Request::Run(args) => self.measurements.run(args, &observer).map(|report| report.is_correct()),
+            Request::Matrix(args) => self
+                .measurements
+                .matrix(args, &observer)
+                .map(|matrix| matrix.is_correct()),
         }));
         let error = match measured {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(reason(&error)),
+            Ok(Ok(true)) => None,
+            Ok(Ok(false)) => Some("bytes are wrong, or no pair could run: see the results".to_owned()),
+            Ok(Err(error)) => Some(reason_and_remedy(&error)),
             Err(_) => Some("the program failed inside; report it with the program's output".to_owned()),
         };
         self.end(error);

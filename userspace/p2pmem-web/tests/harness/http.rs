@@ -7,11 +7,13 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub const JSON: (&str, &str) = ("Content-Type", "application/json");
 /// The longest wait for an answer. Answers that do not come at once are failures.
 pub const BOUND: Duration = Duration::from_secs(60);
+/// How long a test reads an event stream, also on a loaded machine.
+const STREAM_BOUND: Duration = Duration::from_secs(300);
 
 /// A client of a server.
 pub struct HttpClient {
@@ -113,12 +115,12 @@ impl HttpClient {
 
     pub fn events(&self, header: (&str, &str)) -> Events {
         let stream = self.send("GET", "/api/events", &[header], "");
-        Events(BufReader::new(stream).lines())
+        Events(BufReader::new(stream).lines(), Instant::now())
     }
 }
 
-/// An open event stream.
-pub struct Events(std::io::Lines<BufReader<TcpStream>>);
+/// An open event stream, and when it was opened.
+pub struct Events(std::io::Lines<BufReader<TcpStream>>, Instant);
 
 impl Iterator for Events {
     type Item = serde_json::Value;
@@ -126,6 +128,11 @@ impl Iterator for Events {
     /// Returns the next state, or `None` at the end of the stream.
     fn next(&mut self) -> Option<serde_json::Value> {
         loop {
+            // The server sends a state each second, so a read does not time out.
+            assert!(
+                self.1.elapsed() < STREAM_BOUND,
+                "the awaited state did not come within {STREAM_BOUND:?}"
+            );
             let line = self.0.next()?.unwrap();
             if let Some(json) = line.strip_prefix("data: ") {
                 return Some(serde_json::from_str(json).unwrap());
