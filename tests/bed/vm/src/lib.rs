@@ -15,6 +15,7 @@ pub mod clients;
 pub mod cluster;
 pub mod command;
 pub mod counters;
+pub mod demo;
 pub mod dmesg;
 pub mod kernel;
 pub mod models;

@@ -36,7 +36,7 @@ fn chart(rows: &[&Row], value: impl Fn(&Row) -> f64, text: impl Fn(f64) -> Strin
 
 /// Returns the page.
 pub fn page(report: &Report) -> String {
-    let result = if report.passed { "passed" } else { "failed" };
+    let result = if report.verdict.passed { "passed" } else { "failed" };
     let mut groups: Vec<Vec<&Row>> = Vec::new();
     for row in &report.table {
         let name = |row: &Row| (row.transport, row.size);
@@ -57,11 +57,11 @@ pub fn page(report: &Report) -> String {
             body {
                 h1 { "An accelerator that drives the NIC: " span class=(result) { (result) } }
                 p {
-                    "Two nodes under Linux " (report.kernel_release) " send messages to each other. Each receives a message, computes in its \
+                    "Two nodes under Linux " (report.verdict.kernel_release) " send messages to each other. Each receives a message, computes in its \
                      accelerator, and sends. Processors count instructions, device models count accesses and bytes. Times are those of an \
                      emulator."
                 }
-                @if !report.failures.is_empty() { ul { @for failure in &report.failures { li.failed { (failure) } } } }
+                @if !report.verdict.failures.is_empty() { ul { @for failure in &report.verdict.failures { li.failed { (failure) } } } }
                 @for group in &groups {
                     h2 { (group[0].message_name()) }
                     h3 { "Instructions of the processors for a message" }

@@ -2,11 +2,8 @@
 
 //! The report of the measurement between two guests: its rows, the aims, and what failed.
 
-use std::fs;
-use std::path::Path;
-
-use anyhow::{Context, Result};
 use p2pmem_async::wqe::Transport;
+use p2pmem_vm::demo::{self, Verdict};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -178,20 +175,15 @@ pub struct RealGpu {
 /// The report.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
-    /// Whether nothing failed.
-    pub passed: bool,
-    /// What failed.
-    pub failures: Vec<String>,
-    /// The kernel of both guests.
-    pub kernel_release: String,
+    /// Whether all aims are met, and what failed.
+    #[serde(flatten)]
+    pub verdict: Verdict,
     /// The measurements.
     pub table: Vec<Row>,
     /// Runs that ended in the middle.
     pub aborted: Vec<Aborted>,
     /// The measurement on a real GPU.
     pub real_gpu: RealGpu,
-    /// Seconds that all took.
-    pub seconds: f64,
 }
 
 /// Returns which aims of the table are missed.
@@ -253,16 +245,9 @@ pub fn missed(table: &[Row]) -> Vec<String> {
     failures
 }
 
-impl Report {
-    /// Writes the report as JSON.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let mut text = serde_json::to_string_pretty(self)?;
-        text.push('\n');
-        fs::write(path, text).with_context(|| path.display().to_string())
+impl demo::Report for Report {
+    fn verdict(&mut self) -> &mut Verdict {
+        &mut self.verdict
     }
 }
 

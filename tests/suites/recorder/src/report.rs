@@ -2,10 +2,7 @@
 
 //! The report of the demo: rates beside those of the links, bytes of host memory, and the aims.
 
-use std::fs;
-use std::path::Path;
-
-use anyhow::{Context, Result};
+use p2pmem_vm::demo::{self, Verdict};
 use serde::Serialize;
 use serde_json::Value;
 
@@ -159,22 +156,17 @@ impl Row {
 }
 
 /// The report.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Whether all aims are met and nothing failed.
-    pub passed: bool,
-    /// What failed.
-    pub failures: Vec<String>,
-    /// The kernel of the guests.
-    pub kernel_release: String,
+    /// Whether all aims are met, and what failed.
+    #[serde(flatten)]
+    pub verdict: Verdict,
     /// The transfers.
     pub tables: Vec<Row>,
     /// The rounds of crashes, if their report exists.
     pub crashes: Value,
     /// Blocks that were played back, each with the right checksum and in order, and spectra that were verified.
     pub verified: Verified,
-    /// Seconds of the whole run.
-    pub seconds: f64,
 }
 
 /// What was verified.
@@ -190,22 +182,20 @@ impl Report {
     /// Adds up what was verified, and adds the aims that are missed. Each session has `blocks` blocks.
     pub fn judge(&mut self, blocks: u64) {
         for row in &self.tables {
-            self.failures.extend(row.missed(blocks * row.ports.len() as u64));
+            self.verdict
+                .failures
+                .extend(row.missed(blocks * row.ports.len() as u64));
             self.verified.spectra += row.spectra;
             if row.direction == Direction::Playback {
                 self.verified.blocks += row.blocks;
             }
         }
     }
+}
 
-    /// Writes the report as JSON.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self)?;
-        fs::write(path, text + "\n").with_context(|| path.display().to_string())
+impl demo::Report for Report {
+    fn verdict(&mut self) -> &mut Verdict {
+        &mut self.verdict
     }
 }
 

@@ -2,12 +2,10 @@
 
 //! The report of the demo: the matrix, several ports, calls, the parts of a WRITE, the cost of each path, and the aims.
 
-use std::fs;
-use std::path::Path;
-
 use anyhow::{Context, Result, ensure};
 use p2pmem_perf::matrix::{Entry, Matrix};
 use p2pmem_perf::rpc::Cost;
+use p2pmem_vm::demo::{self, Verdict};
 use serde::Serialize;
 
 use crate::decomposition::Decomposition;
@@ -266,12 +264,9 @@ pub struct Ratios {
 /// The report.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
-    /// Whether all aims are met and nothing failed.
-    pub passed: bool,
-    /// What failed.
-    pub failures: Vec<String>,
-    /// The kernel of the guests.
-    pub kernel_release: String,
+    /// Whether all aims are met, and what failed.
+    #[serde(flatten)]
+    pub verdict: Verdict,
     /// The link's rate in MiB per second: writes from host memory to host memory.
     pub link_mib_per_s: f64,
     /// Every pair by every mode.
@@ -288,8 +283,6 @@ pub struct Report {
     pub formula: Vec<PathCost>,
     /// The aims.
     pub ratios: Ratios,
-    /// Seconds of the whole run.
-    pub seconds: f64,
 }
 
 impl Report {
@@ -353,17 +346,13 @@ impl Report {
                 "{one:.0} instructions of the server for a one-sided call, {two:.0} for a two-sided one; the aim is 0"
             ));
         }
-        self.failures.extend(missed);
+        self.verdict.failures.extend(missed);
     }
+}
 
-    /// Writes the report as JSON.
-    ///
-    /// # Errors
-    ///
-    /// The file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self)?;
-        fs::write(path, text + "\n").with_context(|| path.display().to_string())
+impl demo::Report for Report {
+    fn verdict(&mut self) -> &mut Verdict {
+        &mut self.verdict
     }
 }
 
@@ -460,7 +449,7 @@ mod tests {
             let mut report = good();
             change(&mut report);
             report.judge();
-            report.failures.join("; ")
+            report.verdict.failures.join("; ")
         };
         assert_eq!(words(&|_| {}), "");
         assert!(words(&|report| report.matrix[0].ratio_to_link = 0.8).contains("0.80 of the link's rate"));

@@ -4,10 +4,9 @@
 //! messages to each other, and reports instructions, accesses to registers, and bytes of host memory for each message.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use clap::{Parser, ValueEnum};
@@ -19,6 +18,7 @@ use p2pmem_async_suite::report::{Aborted, RealGpu, Report, Row, missed};
 use p2pmem_async_suite::two_nodes::{Measured, Mode, Parameters};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::command::Command;
+use p2pmem_vm::demo::{self, Places, Verdict};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::script::Script;
@@ -113,12 +113,9 @@ fn option_value(value: &impl ValueEnum) -> String {
 }
 
 fn main() -> ExitCode {
-    let started = Instant::now();
     let cli = Cli::parse();
-    let mut report = Report {
-        passed: false,
-        failures: Vec::new(),
-        kernel_release: String::new(),
+    let report = Report {
+        verdict: Verdict::default(),
         table: Vec::new(),
         aborted: Vec::new(),
         real_gpu: RealGpu {
@@ -126,59 +123,28 @@ fn main() -> ExitCode {
             table: Value::Null,
             why: None,
         },
-        seconds: 0.0,
     };
-    // If this run is killed, an earlier report must not pass for its report.
-    for path in [&cli.report, &cli.page] {
-        if let Err(error) = fs::remove_file(path) {
-            if error.kind() != ErrorKind::NotFound {
-                println!("{}: {error}", path.display());
-                return ExitCode::FAILURE;
-            }
-        }
-    }
-    match run_demo(&cli, &mut report) {
-        Ok(()) => report.failures.extend(missed(&report.table)),
-        Err(error) => report.failures.push(format!("{error:#}")),
-    }
-    report.passed = report.failures.is_empty();
-    report.seconds = started.elapsed().as_secs_f64();
-    println!();
-    for failure in &report.failures {
-        println!("FAILED: {failure}");
-    }
-    let written = report
-        .write(&cli.report)
-        .and_then(|()| fs::write(&cli.page, page(&report)).with_context(|| cli.page.display().to_string()));
-    if let Err(error) = written {
-        println!("The report could not be written: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    println!(
-        "{} in {:.1} s on a stock kernel {}. Report: {}, with bar charts: {}",
-        if report.passed { "PASSED" } else { "FAILED" },
-        report.seconds,
-        report.kernel_release,
-        cli.report.display(),
-        cli.page.display()
-    );
-    if report.passed {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    let places = Places {
+        report: &cli.report,
+        page: Some((&cli.page, page)),
+    };
+    demo::run(places, report, |report| {
+        run_demo(&cli, report)?;
+        report.verdict.failures.extend(missed(&report.table));
+        Ok(())
+    })
 }
 
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
-    report.kernel_release = kernel::release()?;
+    report.verdict.kernel_release = kernel::release()?;
     let mut bed = Bed {
-        script: Script::boot("async", &report.kernel_release)?,
+        script: Script::boot("async", &report.verdict.kernel_release)?,
         node: utf8(&sibling("p2pmem-async-node")?)?.to_owned(),
     };
     let done = measure_all(cli, &module, &mut bed, report);
-    report.failures.extend(bed.script.shut_down());
+    report.verdict.failures.extend(bed.script.shut_down());
     done?;
     report.real_gpu = real_gpu()?;
     Ok(())

@@ -4,10 +4,9 @@
 //! back. Reports rates beside those of the links, and bytes of host memory.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::Parser;
@@ -15,9 +14,10 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem_guest::wire::Listen;
 use p2pmem_recorder_suite::measured::Session;
-use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row, Verified};
+use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row};
 use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
+use p2pmem_vm::demo::{self, Places};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::script::Script;
@@ -213,50 +213,16 @@ impl Bed {
 }
 
 fn main() -> ExitCode {
-    let started = Instant::now();
     let cli = Cli::parse();
-    let mut report = Report {
-        passed: false,
-        failures: Vec::new(),
-        kernel_release: String::new(),
-        tables: Vec::new(),
-        crashes: Value::Null,
-        verified: Verified::default(),
-        seconds: 0.0,
+    let places = Places {
+        report: &cli.report,
+        page: None,
     };
-    // If this run is killed, an earlier report must not pass for its report.
-    if let Err(error) = fs::remove_file(&cli.report) {
-        if error.kind() != ErrorKind::NotFound {
-            println!("{}: {error}", cli.report.display());
-            return ExitCode::FAILURE;
-        }
-    }
-    match run_demo(&cli, &mut report) {
-        Ok(()) => report.judge(cli.blocks),
-        Err(error) => report.failures.push(format!("{error:#}")),
-    }
-    report.passed = report.failures.is_empty();
-    report.seconds = started.elapsed().as_secs_f64();
-    println!();
-    for failure in &report.failures {
-        println!("FAILED: {failure}");
-    }
-    if let Err(error) = report.write(&cli.report) {
-        println!("The report could not be written: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    println!(
-        "{} in {:.1} s on a stock kernel {}. Report: {}",
-        if report.passed { "PASSED" } else { "FAILED" },
-        report.seconds,
-        report.kernel_release,
-        cli.report.display()
-    );
-    if report.passed {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    demo::run(places, Report::default(), |report| {
+        run_demo(&cli, report)?;
+        report.judge(cli.blocks);
+        Ok(())
+    })
 }
 
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
@@ -268,13 +234,13 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     }
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
-    report.kernel_release = kernel::release()?;
+    report.verdict.kernel_release = kernel::release()?;
     let mut bed = Bed {
-        script: Script::boot("recorder-rate", &report.kernel_release)?,
+        script: Script::boot("recorder-rate", &report.verdict.kernel_release)?,
         blocks: cli.blocks,
     };
     let done = transfer_all(utf8(&module)?, &mut bed, report);
-    report.failures.extend(bed.script.shut_down());
+    report.verdict.failures.extend(bed.script.shut_down());
     done
 }
 

@@ -4,10 +4,8 @@
 //! latency, and the cost of each path.
 
 use std::fs;
-use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -18,6 +16,7 @@ use p2pmem_transfer_suite::bed::{Bed, NODES};
 use p2pmem_transfer_suite::decomposition::Decomposition;
 use p2pmem_transfer_suite::report::{Cell, Group, PathCost, Ports, Report, cells, costs};
 use p2pmem_transfer_suite::tables;
+use p2pmem_vm::demo::{self, Places};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 
@@ -54,42 +53,12 @@ struct Cli {
 }
 
 fn main() -> ExitCode {
-    let started = Instant::now();
     let cli = Cli::parse();
-    let mut report = Report::default();
-    // If this run is killed, an earlier report must not pass for its report.
-    if let Err(error) = fs::remove_file(&cli.report) {
-        if error.kind() != ErrorKind::NotFound {
-            println!("{}: {error}", cli.report.display());
-            return ExitCode::FAILURE;
-        }
-    }
-    match run_demo(&cli, &mut report) {
-        Ok(()) => report.judge(),
-        Err(error) => report.failures.push(format!("{error:#}")),
-    }
-    report.passed = report.failures.is_empty();
-    report.seconds = started.elapsed().as_secs_f64();
-    println!();
-    for failure in &report.failures {
-        println!("FAILED: {failure}");
-    }
-    if let Err(error) = report.write(&cli.report) {
-        println!("The report could not be written: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    println!(
-        "{} in {:.1} s on a stock kernel {}. Report: {}",
-        if report.passed { "PASSED" } else { "FAILED" },
-        report.seconds,
-        report.kernel_release,
-        cli.report.display()
-    );
-    if report.passed {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    let places = Places {
+        report: &cli.report,
+        page: None,
+    };
+    demo::run(places, Report::default(), |report| run_demo(&cli, report))
 }
 
 /// A part of the demo, with nodes of its own.
@@ -98,18 +67,19 @@ type Part = fn(&mut Bed, &mut Report) -> Result<()>;
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
-    report.kernel_release = kernel::release()?;
+    report.verdict.kernel_release = kernel::release()?;
     let parts: [(&str, Part); 3] = [
         ("transfer", at_the_links_rate),
         ("transfer-count", by_instructions),
         ("rdma", without_rate),
     ];
     for (topology, part) in parts {
-        let mut bed = Bed::boot(topology, &report.kernel_release, utf8(&module)?)?;
+        let mut bed = Bed::boot(topology, &report.verdict.kernel_release, utf8(&module)?)?;
         let done = part(&mut bed, report);
-        report.failures.extend(bed.shut_down());
+        report.verdict.failures.extend(bed.shut_down());
         done?;
     }
+    report.judge();
     Ok(())
 }
 

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! What every demo does around its work: a report that cannot be mistaken for that of another run, failures, and the last lines.
+
+use std::fs;
+use std::io::ErrorKind;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+/// The members that every report has.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Verdict {
+    /// Whether nothing failed.
+    pub passed: bool,
+    /// What failed.
+    pub failures: Vec<String>,
+    /// The kernel of the guests.
+    pub kernel_release: String,
+    /// Seconds of the whole run.
+    pub seconds: f64,
+}
+
+/// The report of a demo.
+pub trait Report: Serialize {
+    /// Returns the members that every report has.
+    fn verdict(&mut self) -> &mut Verdict;
+}
+
+/// Makes a page of a report.
+pub type MakePage<R> = fn(&R) -> String;
+
+/// Where the report of a demo goes.
+#[derive(Debug, Clone, Copy)]
+pub struct Places<'a, R> {
+    /// The report as JSON.
+    pub report: &'a Path,
+    /// The report as a page, and the function that makes it.
+    pub page: Option<(&'a Path, MakePage<R>)>,
+}
+
+impl<R: Report> Places<'_, R> {
+    fn remove(&self) -> Result<()> {
+        let page = self.page.map(|(path, _)| path);
+        for path in [self.report].into_iter().chain(page) {
+            match fs::remove_file(path) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(error).with_context(|| path.display().to_string());
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, report: &R) -> Result<()> {
+        let text = serde_json::to_string_pretty(report)? + "\n";
+        fs::write(self.report, text).with_context(|| self.report.display().to_string())?;
+        if let Some((path, page)) = self.page {
+            fs::write(path, page(report)).with_context(|| path.display().to_string())?;
+        }
+        Ok(())
+    }
+}
+
+/// Does the work of a demo, writes the report, and prints the failures and the result. Returns the exit code of the program:
+/// success if nothing failed.
+pub fn run<R: Report>(places: Places<'_, R>, mut report: R, work: impl FnOnce(&mut R) -> Result<()>) -> ExitCode {
+    let started = Instant::now();
+    // If this run is killed, an earlier report must not pass for its report.
+    if let Err(error) = places.remove() {
+        println!("{error:#}");
+        return ExitCode::FAILURE;
+    }
+    if let Err(error) = work(&mut report) {
+        report.verdict().failures.push(format!("{error:#}"));
+    }
+    let verdict = report.verdict();
+    verdict.passed = verdict.failures.is_empty();
+    verdict.seconds = started.elapsed().as_secs_f64();
+    println!();
+    for failure in &verdict.failures {
+        println!("FAILED: {failure}");
+    }
+    let passed = verdict.passed;
+    let mut result = format!(
+        "{} in {:.1} s on a stock kernel {}. Report: {}",
+        if passed { "PASSED" } else { "FAILED" },
+        verdict.seconds,
+        verdict.kernel_release,
+        places.report.display()
+    );
+    if let Some((path, _)) = places.page {
+        result += &format!(", with bar charts: {}", path.display());
+    }
+    if let Err(error) = places.write(&report) {
+        println!("The report could not be written: {error:#}");
+        return ExitCode::FAILURE;
+    }
+    println!("{result}");
+    if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::bail;
+
+    #[derive(Serialize)]
+    struct Counted {
+        #[serde(flatten)]
+        verdict: Verdict,
+        count: u32,
+    }
+
+    impl Report for Counted {
+        fn verdict(&mut self) -> &mut Verdict {
+            &mut self.verdict
+        }
+    }
+
+    /// Runs a demo in a folder with an earlier report. Returns the exit code, and the report if there is one.
+    fn run_with(work: impl FnOnce(&mut Counted) -> Result<()>) -> (ExitCode, Option<serde_json::Value>) {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, page) = (folder.path().join("demo.json"), folder.path().join("demo.html"));
+        fs::write(&path, "an earlier report").unwrap();
+        let places = Places {
+            report: &path,
+            page: Some((&page, |report: &Counted| report.count.to_string())),
+        };
+        let report = Counted {
+            verdict: Verdict::default(),
+            count: 0,
+        };
+        let code = run(places, report, |report| {
+            assert!(!path.exists(), "an earlier report is removed first");
+            work(report)
+        });
+        let text = fs::read_to_string(&path).ok();
+        let report = text.map(|text| serde_json::from_str::<serde_json::Value>(&text).unwrap());
+        if let Some(report) = &report {
+            assert_eq!(fs::read_to_string(&page).unwrap(), report["count"].to_string());
+        }
+        (code, report)
+    }
+
+    #[test]
+    fn the_report_says_whether_something_failed() {
+        let (code, report) = run_with(|report| {
+            report.count = 7;
+            Ok(())
+        });
+        let report = report.unwrap();
+        assert_eq!(
+            (code, &report["passed"], &report["count"]),
+            (ExitCode::SUCCESS, &true.into(), &7.into())
+        );
+        let (code, report) = run_with(|report| {
+            report.verdict.failures.push("an aim".into());
+            bail!("a command")
+        });
+        let report = report.unwrap();
+        assert_eq!((code, &report["passed"]), (ExitCode::FAILURE, &false.into()));
+        assert_eq!(report["failures"], serde_json::json!(["an aim", "a command"]));
+    }
+
+    #[test]
+    fn a_report_that_cannot_be_written_is_a_failure() {
+        let missing = Places::<Counted> {
+            report: Path::new("/nonexistent/demo.json"),
+            page: None,
+        };
+        let report = Counted {
+            verdict: Verdict::default(),
+            count: 0,
+        };
+        assert_eq!(run(missing, report, |_| Ok(())), ExitCode::FAILURE);
+    }
+}
