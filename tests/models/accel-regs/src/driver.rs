@@ -21,14 +21,14 @@
 
 mod ring;
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use p2pmem_pci_function::{FunctionError, Mapping, OutOfBounds, PciFunction};
 use rustix::fs::FlockOperation;
 
-use crate::sys::{Mapping, OutOfBounds};
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
 
 pub use ring::{EntryResult, Report, Ring, RingMemory, RingOptions};
@@ -97,6 +97,17 @@ pub enum Error {
     Pagemap(&'static str),
 }
 
+impl From<FunctionError> for Error {
+    fn from(error: FunctionError) -> Self {
+        match error {
+            FunctionError::NoDevice(bdf) => Error::NoDevice(bdf),
+            FunctionError::OtherDevice(bdf, what) => Error::NotAnAccelerator(bdf, what),
+            FunctionError::File { path, error } => Error::File { path, error },
+            FunctionError::TooLarge => Error::OutOfBounds,
+        }
+    }
+}
+
 impl From<OutOfBounds> for Error {
     fn from(_: OutOfBounds) -> Self {
         Error::OutOfBounds
@@ -136,21 +147,11 @@ impl Counters {
 /// An open accelerator.
 #[derive(Debug)]
 pub struct Accel {
-    folder: PathBuf,
+    function: PciFunction,
     /// File of the registers; its lock serializes submissions.
     registers_file: File,
     registers: Mapping,
     memory_size: u64,
-}
-
-fn open(path: PathBuf, options: &OpenOptions) -> Result<File, Error> {
-    options.open(&path).map_err(|error| Error::File { path, error })
-}
-
-fn read_text(path: PathBuf) -> Result<String, Error> {
-    std::fs::read_to_string(&path)
-        .map(|text| text.trim().to_owned())
-        .map_err(|error| Error::File { path, error })
 }
 
 impl Accel {
@@ -165,26 +166,8 @@ impl Accel {
     }
 
     fn open_in(devices: &Path, bdf: &str) -> Result<Self, Error> {
-        let folder = devices.join(bdf);
-        if bdf.is_empty() || bdf.contains('/') || !folder.is_dir() {
-            return Err(Error::NoDevice(bdf.to_owned()));
-        }
-        let ids = (read_text(folder.join("vendor"))?, read_text(folder.join("device"))?);
-        if ids != (format!("{VENDOR_ID:#06x}"), format!("{DEVICE_ID:#06x}")) {
-            return Err(Error::NotAnAccelerator(
-                bdf.to_owned(),
-                format!("PCI IDs {} {}", ids.0, ids.1),
-            ));
-        }
-        let enable = folder.join("enable");
-        if read_text(enable.clone())? == "0" {
-            let result = std::fs::write(&enable, "1");
-            result.map_err(|error| Error::File { path: enable, error })?;
-        }
-        let path = folder.join("resource0");
-        let registers_file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
-        let registers =
-            Mapping::file(&registers_file, BAR0_SIZE as usize).map_err(|error| Error::File { path, error })?;
+        let function = PciFunction::open(devices, bdf, VENDOR_ID, DEVICE_ID)?;
+        let (registers_file, registers) = function.map(0, BAR0_SIZE)?;
         let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
         if id == u32::MAX {
             return Err(Error::Gone);
@@ -195,7 +178,7 @@ impl Accel {
         }
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
         Ok(Self {
-            folder,
+            function,
             registers_file,
             registers,
             memory_size,
@@ -211,8 +194,7 @@ impl Accel {
     /// `set` is 0.
     fn command_register(&self, set: u8) -> Result<u8, Error> {
         const COMMAND: u64 = 4;
-        let path = self.folder.join("config");
-        let mut file = open(path.clone(), OpenOptions::new().read(true).write(set != 0))?;
+        let mut file = self.function.file("config", set != 0)?;
         let mut change = || {
             let mut command = [0; 2];
             file.seek(SeekFrom::Start(COMMAND))?;
@@ -224,7 +206,10 @@ impl Accel {
             }
             io::Result::Ok(command[0])
         };
-        change().map_err(|error| Error::File { path, error })
+        change().map_err(|error| Error::File {
+            path: self.function.path("config"),
+            error,
+        })
     }
 
     /// Returns whether bus mastering, and so DMA, is enabled.
@@ -251,12 +236,8 @@ impl Accel {
     ///
     /// See [`Error::File`].
     pub fn map_memory(&self) -> Result<DeviceMemory, Error> {
-        let path = self.folder.join("resource2");
-        let file = open(path.clone(), OpenOptions::new().read(true).write(true))?;
-        let len = usize::try_from(self.memory_size).map_err(|_| Error::OutOfBounds)?;
-        Ok(DeviceMemory {
-            map: Mapping::file(&file, len).map_err(|error| Error::File { path, error })?,
-        })
+        let (_, map) = self.function.map(2, self.memory_size)?;
+        Ok(DeviceMemory { map })
     }
 
     /// Submits a command, waits for its completion for at most `timeout`, and returns its result.
@@ -299,7 +280,7 @@ impl Accel {
     /// Keeps other programs from the registers. After `timeout`, the error says that the program waited for `what`.
     fn lock(&self, what: &'static str, deadline: Instant, timeout: Duration) -> Result<Lock<'_>, Error> {
         let lock = Lock::take(&self.registers_file, deadline).map_err(|error| Error::File {
-            path: self.folder.join("resource0"),
+            path: self.function.path("resource0"),
             error,
         })?;
         lock.ok_or(Error::Timeout(what, timeout))

@@ -23,15 +23,15 @@
 //! # }
 //! ```
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use p2pmem_pci_function::{FunctionError, Mapping, OutOfBounds, PciFunction};
 use rustix::fs::FlockOperation;
 
 use crate::frame::{HEADER_SIZE, Header, POSITION};
-use crate::sys::{Mapping, OutOfBounds};
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Status, VENDOR_ID, VERSION, control, reg};
 
 /// Longest wait for the end of the present frame when a stream is stopped.
@@ -83,6 +83,17 @@ pub enum Error {
     OutOfBounds,
 }
 
+impl From<FunctionError> for Error {
+    fn from(error: FunctionError) -> Self {
+        match error {
+            FunctionError::NoDevice(bdf) => Error::NoDevice(bdf),
+            FunctionError::OtherDevice(bdf, what) => Error::NotAnFpga(bdf, what),
+            FunctionError::File { path, error } => Error::File { path, error },
+            FunctionError::TooLarge => Error::OutOfBounds,
+        }
+    }
+}
+
 impl From<OutOfBounds> for Error {
     fn from(_: OutOfBounds) -> Self {
         Error::OutOfBounds
@@ -108,24 +119,11 @@ impl<T: FrameMemory + ?Sized> FrameMemory for &T {
 /// An open FPGA.
 #[derive(Debug)]
 pub struct Fpga {
-    folder: PathBuf,
+    function: PciFunction,
     /// File of the registers; its lock belongs to the program that uses the stream.
     file: File,
     registers: Mapping,
     memory_size: u64,
-}
-
-fn read_text(path: PathBuf) -> Result<String, Error> {
-    std::fs::read_to_string(&path)
-        .map(|text| text.trim().to_owned())
-        .map_err(|error| Error::File { path, error })
-}
-
-fn map(path: PathBuf, len: u64) -> Result<(File, Mapping), Error> {
-    let len = usize::try_from(len).map_err(|_| Error::OutOfBounds)?;
-    let file = OpenOptions::new().read(true).write(true).open(&path);
-    file.and_then(|file| Mapping::file(&file, len).map(|map| (file, map)))
-        .map_err(|error| Error::File { path, error })
 }
 
 impl Fpga {
@@ -140,20 +138,8 @@ impl Fpga {
     }
 
     fn open_in(devices: &Path, bdf: &str) -> Result<Self, Error> {
-        let folder = devices.join(bdf);
-        if bdf.is_empty() || bdf.contains('/') || !folder.is_dir() {
-            return Err(Error::NoDevice(bdf.to_owned()));
-        }
-        let ids = (read_text(folder.join("vendor"))?, read_text(folder.join("device"))?);
-        if ids != (format!("{VENDOR_ID:#06x}"), format!("{DEVICE_ID:#06x}")) {
-            return Err(Error::NotAnFpga(bdf.to_owned(), format!("PCI IDs {} {}", ids.0, ids.1)));
-        }
-        let enable = folder.join("enable");
-        if read_text(enable.clone())? == "0" {
-            let result = std::fs::write(&enable, "1");
-            result.map_err(|error| Error::File { path: enable, error })?;
-        }
-        let (file, registers) = map(folder.join("resource0"), BAR0_SIZE)?;
+        let function = PciFunction::open(devices, bdf, VENDOR_ID, DEVICE_ID)?;
+        let (file, registers) = function.map(0, BAR0_SIZE)?;
         let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
         if id == u32::MAX {
             return Err(Error::Gone);
@@ -164,7 +150,7 @@ impl Fpga {
         }
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
         Ok(Self {
-            folder,
+            function,
             file,
             registers,
             memory_size,
@@ -182,7 +168,8 @@ impl Fpga {
     ///
     /// See [`Error::File`].
     pub fn map_memory(&self) -> Result<DeviceMemory, Error> {
-        map(self.folder.join("resource2"), self.memory_size).map(|(_, map)| DeviceMemory { map })
+        let (_, map) = self.function.map(2, self.memory_size)?;
+        Ok(DeviceMemory { map })
     }
 
     /// Returns the status of the stream.
@@ -311,7 +298,7 @@ impl<M: FrameMemory> Stream<M> {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(Error::Busy),
             Err(error) => {
                 return Err(Error::File {
-                    path: fpga.folder.join("resource0"),
+                    path: fpga.function.path("resource0"),
                     error: error.into(),
                 });
             }

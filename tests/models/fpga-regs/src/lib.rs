@@ -25,8 +25,6 @@
 #[cfg(feature = "std")]
 pub mod driver;
 pub mod frame;
-#[cfg(feature = "std")]
-mod sys;
 
 /// PCI vendor ID, as used by emulators for experiments. No hardware vendor has this ID.
 pub const VENDOR_ID: u16 = 0x1234;

@@ -15,17 +15,21 @@ use memmap2::{MmapOptions, MmapRaw};
 ///
 /// `map` is page-aligned, and is mapped readable and writable for its whole length while the value exists.
 #[derive(Debug)]
-pub(crate) struct Mapping {
+pub struct Mapping {
     map: MmapRaw,
 }
 
 /// A range is not in the mapping, or is not aligned.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct OutOfBounds;
+pub struct OutOfBounds;
 
 impl Mapping {
     /// Maps the first `len` bytes of a file.
-    pub(crate) fn file(file: &File, len: usize) -> io::Result<Self> {
+    ///
+    /// # Errors
+    ///
+    /// Those of `mmap()`.
+    pub fn file(file: &File, len: usize) -> io::Result<Self> {
         // INVARIANT: `map_raw` maps readable and writable.
         Ok(Self {
             map: MmapOptions::new().len(len).map_raw(file)?,
@@ -33,7 +37,11 @@ impl Mapping {
     }
 
     /// Maps `len` bytes of anonymous memory, populated and locked.
-    pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
+    ///
+    /// # Errors
+    ///
+    /// Those of `mmap()` and `mlock()`.
+    pub fn anonymous(len: usize) -> io::Result<Self> {
         let map = MmapOptions::new().len(len).populate().map_anon()?;
         map.lock()?;
         // INVARIANT: anonymous maps are readable and writable.
@@ -41,12 +49,17 @@ impl Mapping {
     }
 
     /// Returns the length in bytes.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.map.len()
     }
 
+    /// Returns whether the mapping has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.map.len() == 0
+    }
+
     /// Returns the virtual address of the first byte.
-    pub(crate) fn address(&self) -> usize {
+    pub fn address(&self) -> usize {
         self.map.as_ptr().addr()
     }
 
@@ -60,7 +73,11 @@ impl Mapping {
     }
 
     /// Loads 4 bytes with one volatile access.
-    pub(crate) fn load32(&self, offset: u64) -> Result<u32, OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn load32(&self, offset: u64) -> Result<u32, OutOfBounds> {
         let at = self.check(offset, 4, 4)?;
         // SAFETY: `check` ensures that the 4 bytes at `at` are in the mapping and that `at` is aligned. By the type's
         // invariant, the mapping is page-aligned and readable. Every bit pattern is a valid u32.
@@ -70,7 +87,11 @@ impl Mapping {
     }
 
     /// Loads 8 bytes with one volatile access.
-    pub(crate) fn load64(&self, offset: u64) -> Result<u64, OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn load64(&self, offset: u64) -> Result<u64, OutOfBounds> {
         let at = self.check(offset, 8, 8)?;
         // SAFETY: as in `load32`, for 8 bytes.
         Ok(u64::from_le(unsafe {
@@ -79,7 +100,11 @@ impl Mapping {
     }
 
     /// Stores 4 bytes with one volatile access.
-    pub(crate) fn store32(&self, offset: u64, value: u32) -> Result<(), OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn store32(&self, offset: u64, value: u32) -> Result<(), OutOfBounds> {
         let at = self.check(offset, 4, 4)?;
         // SAFETY: `check` ensures that the 4 bytes at `at` are in the mapping and that `at` is aligned. By the type's
         // invariant, the mapping is page-aligned and writable.
@@ -94,7 +119,11 @@ impl Mapping {
     }
 
     /// Stores 8 bytes with one volatile access.
-    pub(crate) fn store64(&self, offset: u64, value: u64) -> Result<(), OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn store64(&self, offset: u64, value: u64) -> Result<(), OutOfBounds> {
         let at = self.check(offset, 8, 8)?;
         // SAFETY: as in `store32`, for 8 bytes.
         unsafe {
@@ -108,7 +137,11 @@ impl Mapping {
     }
 
     /// Copies from the mapping to `data`.
-    pub(crate) fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn read(&self, offset: u64, data: &mut [u8]) -> Result<(), OutOfBounds> {
         let at = self.check(offset, data.len(), 1)?;
         // SAFETY: `check` ensures that `data.len()` bytes at `at` are in the mapping, which is readable by the type's
         // invariant. No reference to the mapping exists, so the exclusive `data` does not overlap it.
@@ -117,7 +150,11 @@ impl Mapping {
     }
 
     /// Copies `data` to the mapping.
-    pub(crate) fn write(&self, offset: u64, data: &[u8]) -> Result<(), OutOfBounds> {
+    ///
+    /// # Errors
+    ///
+    /// The range is not in the mapping, or is not aligned.
+    pub fn write(&self, offset: u64, data: &[u8]) -> Result<(), OutOfBounds> {
         let at = self.check(offset, data.len(), 1)?;
         // SAFETY: `check` ensures that `data.len()` bytes at `at` are in the mapping, which is writable by the type's
         // invariant. No reference to the mapping exists, so `data` does not overlap it.
