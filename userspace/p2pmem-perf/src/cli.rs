@@ -95,20 +95,12 @@ impl MemoryKind {
     }
 }
 
-/// Options of either side of a test.
+/// Options of either side of a test that do not concern the memory of the messages.
 #[derive(Debug, Clone, Args)]
-pub struct OwnArgs {
+pub struct SideArgs {
     /// NICs, with one connection each [default: the first NIC with an active port]
     #[arg(long, value_delimiter = ',', value_name = "NIC")]
     pub nic: Vec<String>,
-
-    /// Kind of memory for the payload on this side.
-    #[arg(long, value_enum, default_value = "cpu")]
-    pub memory: MemoryKind,
-
-    /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
-    #[arg(long)]
-    pub device: Option<String>,
 
     /// Device file of p2pmem.
     #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
@@ -132,7 +124,23 @@ pub struct OwnArgs {
     pub timeout: Duration,
 }
 
-impl OwnArgs {
+/// Options of either side of a test.
+#[derive(Debug, Clone, Args)]
+pub struct OwnArgs {
+    /// Options that do not concern the memory.
+    #[command(flatten)]
+    pub side: SideArgs,
+
+    /// Kind of memory for the payload on this side.
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub memory: MemoryKind,
+
+    /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
+    #[arg(long)]
+    pub device: Option<String>,
+}
+
+impl SideArgs {
     /// Returns how this side waits for completions.
     pub fn how(&self) -> How {
         match (self.events, self.adaptive) {
@@ -404,7 +412,7 @@ mod tests {
         let Command::Serve(args) = Cli::try_parse_from(argv).unwrap().command else {
             panic!("not serve")
         };
-        assert_eq!(args.own.nic, ["mlx5_0", "mlx5_1"]);
+        assert_eq!(args.own.side.nic, ["mlx5_0", "mlx5_1"]);
         assert_eq!(args.own.memory.name(), "pageless");
     }
 

@@ -108,12 +108,12 @@ impl Observer for Terminal<'_> {
 /// Any error of the test, and those of the observer. The message says what to do.
 pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
     // Errors that need no server are reported before the first message to the server.
-    let nics = open_nics(&args.own.nic)?;
+    let nics = open_nics(&args.own.side.nic)?;
     let mut test = args.test(nics.len());
     test.check().map_err(anyhow::Error::msg)?;
     test.space = space(&args.own, &nics, &test, &|| observer.proceed())?;
-    let stream = reach_while(&args.host, args.port, args.own.timeout, &|| observer.proceed())?;
-    let mut control = Control::new(stream, args.own.timeout)?;
+    let stream = reach_while(&args.host, args.port, args.own.side.timeout, &|| observer.proceed())?;
+    let mut control = Control::new(stream, args.own.side.timeout)?;
     let measured = run_test(&mut control, args, test, nics, observer);
     if let Err(error) = &measured {
         // The peer may have disconnected; then `error` says so.
@@ -200,7 +200,7 @@ fn run_test(
     nics: Vec<Arc<Nic>>,
     observer: &dyn Observer,
 ) -> Result<Report> {
-    let limit = args.own.timeout;
+    let limit = args.own.side.timeout;
     control.send(&FromClient::Hello {
         version: VERSION,
         test: test.clone(),
@@ -262,7 +262,7 @@ fn one_size(
 ) -> Result<SizeResult> {
     sessions.iter().try_for_each(|session| session.prepare(size))?;
     control.send(&FromClient::Start(size))?;
-    let FromServer::Started = receive(control, own.timeout, observer)? else {
+    let FromServer::Started = receive(control, own.side.timeout, observer)? else {
         bail!("expected the message `started` of the server");
     };
     // All NICs have the same number of messages.
@@ -273,7 +273,7 @@ fn one_size(
     let started = SystemTime::now();
     let done = run_sessions(control, sessions, size, own, observer)?;
     control.send(&FromClient::Finish)?;
-    let FromServer::Finished(found) = receive(control, own.timeout, observer)? else {
+    let FromServer::Finished(found) = receive(control, own.side.timeout, observer)? else {
         bail!("expected the message `finished` of the server");
     };
     ensure!(

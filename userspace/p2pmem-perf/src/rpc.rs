@@ -108,7 +108,7 @@ impl RpcArgs {
     fn run(&self, call: Call, how: How) -> RunArgs {
         let batch = (call == Call::WriteBatch).then_some(self.batch);
         let mut own = self.own.clone();
-        own.set_how(how);
+        own.side.set_how(how);
         RunArgs {
             own,
             port: self.port,
@@ -196,7 +196,7 @@ impl Cost {
 /// Any error of a run. The message names the call.
 pub fn compare(args: &RpcArgs, observer: &dyn Observer, found: &mut dyn FnMut(&Cost) -> Result<()>) -> Result<Rpc> {
     ensure!(
-        args.own.nic.len() < 2,
+        args.own.side.nic.len() < 2,
         "calls are compared on one NIC: name one with --nic"
     );
     let mut all = Rpc {
@@ -280,7 +280,7 @@ mod tests {
                 let run = args.run(*call, *how);
                 let test = run.test(1);
                 assert_eq!(test.check(), Ok(()), "{call:?}");
-                assert_eq!((run.own.how(), test.peer_waits), (*how, Some(*how)));
+                assert_eq!((run.own.side.how(), test.peer_waits), (*how, Some(*how)));
                 let batch = (*call == Call::WriteBatch).then_some(8);
                 assert_eq!((test.batch, test.depth), (batch, batch.unwrap_or(1)));
             }

@@ -54,7 +54,7 @@ pub fn serve(args: &ServeArgs) -> Result<()> {
 
 /// Serves one client, from `hello` to `bye`. Reports an error of this side to the client.
 fn client(stream: TcpStream, args: &ServeArgs) -> Result<()> {
-    let mut control = Control::new(stream, args.own.timeout)?;
+    let mut control = Control::new(stream, args.own.side.timeout)?;
     let served = run_test(&mut control, args);
     if let Err(error) = &served {
         // The peer may have disconnected; then `error` says so.
@@ -75,7 +75,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     );
     let own = &own_args(&args.own, &test)?;
     test.check().map_err(anyhow::Error::msg)?;
-    let nics = open_nics(&own.nic)?;
+    let nics = open_nics(&own.side.nic)?;
     // With staged messages and calls, as much host memory may be needed as memory.
     let halves = test.staged || test.mode == Mode::Rpc;
     let most = if halves { args.most / 2 } else { args.most };
@@ -108,7 +108,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     };
     connect(&mut sessions, endpoints)?;
     if let Some(payloads) = payloads {
-        for (session, payload) in sessions.iter_mut().zip(payloads.accept(test.nics, own.timeout)?) {
+        for (session, payload) in sessions.iter_mut().zip(payloads.accept(test.nics, own.side.timeout)?) {
             session.set_payload(payload);
         }
     }
@@ -131,7 +131,7 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
 fn own_args(own: &OwnArgs, test: &Test) -> Result<OwnArgs> {
     let mut own = with_peer_memory(own, test.peer.as_ref())?;
     if let Some(how) = test.peer_waits {
-        own.set_how(how);
+        own.side.set_how(how);
     }
     Ok(own)
 }
@@ -208,9 +208,9 @@ fn until_finished(
             Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
             Some(other) => bail!("the client sent {other:?} while messages were in flight"),
             None => ensure!(
-                heard.elapsed() < own.timeout,
+                heard.elapsed() < own.side.timeout,
                 "no message of the client for {:?}: does the client hang? --timeout sets the limit",
-                own.timeout
+                own.side.timeout
             ),
         }
     }
@@ -226,12 +226,12 @@ pub fn space(own: &OwnArgs, nics: &[Arc<Nic>], test: &Test, proceed: memory::Pro
     let options = MemoryOptions {
         kind: own.memory,
         provider: own.device.as_deref(),
-        device: &own.dev_path,
+        device: &own.side.dev_path,
     };
     let names: Vec<_> = nics.iter().map(|nic| nic.name()).collect();
     let wanted = Wanted {
         bytes: test.wanted_bytes(),
-        deadline: Instant::now() + CLEARING_WAIT.min(own.timeout / 2),
+        deadline: Instant::now() + CLEARING_WAIT.min(own.side.timeout / 2),
     };
     let space = memory::space(options, &names, wanted, proceed)?;
     if !test.staged && test.mode != Mode::Rpc {
@@ -324,9 +324,12 @@ mod tests {
         );
         let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory fpga")).unwrap();
         assert_eq!((chosen.memory, chosen.device), (MemoryKind::Fpga, None));
-        assert!(chosen.events);
+        assert!(chosen.side.events);
         let waits = own_args(&own, &test("p2pmem-perf run host --peer-waits adaptive")).unwrap();
-        assert_eq!((waits.how(), waits.memory), (How::Adaptive, MemoryKind::Accelerator));
+        assert_eq!(
+            (waits.side.how(), waits.memory),
+            (How::Adaptive, MemoryKind::Accelerator)
+        );
         let chosen = own_args(&own, &test("p2pmem-perf run host --peer-memory cmb --peer-device 5")).unwrap();
         assert_eq!((chosen.memory, chosen.device.as_deref()), (MemoryKind::Cmb, Some("5")));
     }

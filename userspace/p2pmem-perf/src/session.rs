@@ -164,7 +164,7 @@ impl NicSession {
         let options = MemoryOptions {
             kind: own.memory,
             provider: own.device.as_deref(),
-            device: &own.dev_path,
+            device: &own.side.dev_path,
         };
         let bytes = payload_bytes(test, role);
         let memory = Memory::new(options, &domain, bytes)?;
@@ -191,7 +191,7 @@ impl NicSession {
             test: test.clone(),
             own: endpoint,
             other: None,
-            gid_index: own.gid_index,
+            gid_index: own.side.gid_index,
             seed: test.seed.wrapping_add(index as u64),
             payload: None,
         })
@@ -318,7 +318,12 @@ impl NicSession {
     }
 
     fn waiter(&self, own: &OwnArgs, stop: &Stop) -> Waiter {
-        Waiter::new(self.queue.completions().clone(), own.how(), own.timeout, stop.clone())
+        Waiter::new(
+            self.queue.completions().clone(),
+            own.side.how(),
+            own.side.timeout,
+            stop.clone(),
+        )
     }
 
     /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
@@ -340,7 +345,7 @@ impl NicSession {
                     .map_or(Ok(()), |checker| checker.chunk(span, &slots, chunk))
             };
             let payload = self.payload()?;
-            let copied = payload.receive(span, &slots, chunks, handled, own.timeout, stop)?;
+            let copied = payload.receive(span, &slots, chunks, handled, own.side.timeout, stop)?;
             return Ok(Served {
                 checked: checker.map(Checker::result),
                 copied,
@@ -453,7 +458,7 @@ impl NicSession {
         if self.test.mode == Mode::Tcp {
             let depth = self.test.in_flight(size);
             let (payload, span) = (self.payload()?, self.memory.span());
-            let (times, copied) = payload.send(span, &slots, depth, clock, own.timeout, stop)?;
+            let (times, copied) = payload.send(span, &slots, depth, clock, own.side.timeout, stop)?;
             return Ok(Ran {
                 checked: None,
                 times,
@@ -466,7 +471,7 @@ impl NicSession {
             session: self,
             size,
             waiter: self.waiter(own, stop),
-            limit: own.timeout,
+            limit: own.side.timeout,
             other,
             slots,
             chunks: clock.chunks(),
@@ -793,10 +798,10 @@ fn word(span: &Span, at: u64) -> Result<u64> {
 /// The NIC's port is not active, or has no GID at this index.
 pub fn own_endpoint(queue: &QueuePair, own: &OwnArgs, payload: Window, handled: Window) -> Result<Endpoint> {
     let name = queue.domain().nic().name();
-    let address = queue.address(own.gid_index).with_context(|| {
+    let address = queue.address(own.side.gid_index).with_context(|| {
         format!(
             "the address of a queue pair on {name}, with --gid-index {}",
-            own.gid_index
+            own.side.gid_index
         )
     })?;
     Ok(Endpoint {

@@ -82,7 +82,7 @@ struct Queues {
 
 impl Queues {
     fn new(own: &OwnArgs, writes: u64) -> Result<Self> {
-        let nics = open_nics(&own.nic)?;
+        let nics = open_nics(&own.side.nic)?;
         let [nic] = nics.as_slice() else {
             bail!("specify one NIC (--nic)")
         };
@@ -90,7 +90,7 @@ impl Queues {
         let options = MemoryOptions {
             kind: own.memory,
             provider: own.device.as_deref(),
-            device: &own.dev_path,
+            device: &own.side.dev_path,
         };
         let memory = Memory::new(options, &domain, (writes + 1) * BLOCK)?;
         let completions = Completions::new(nic, 64)?;
@@ -115,7 +115,7 @@ impl Queues {
         check_endpoints(others, self.list.len())?;
         for ((queue, endpoint), other) in self.list.iter().zip(others) {
             queue
-                .connect(&endpoint.address, own.gid_index, &other.address, RETRIES)
+                .connect(&endpoint.address, own.side.gid_index, &other.address, RETRIES)
                 .context("connecting")?;
         }
         Ok(())
@@ -137,7 +137,7 @@ pub fn serve(args: &StaleServeArgs) -> Result<()> {
 
 /// Runs one side, and reports an error of this side to the peer.
 fn talk<T>(stream: TcpStream, own: &OwnArgs, side: impl FnOnce(&mut Control) -> Result<T>) -> Result<T> {
-    let mut control = Control::new(stream, own.timeout)?;
+    let mut control = Control::new(stream, own.side.timeout)?;
     let result = side(&mut control);
     if let Err(error) = &result {
         // The peer may have disconnected; then `error` says so.
@@ -212,7 +212,7 @@ struct WriteResults {
 ///
 /// Any error of the test. The message says what to do.
 pub fn run(args: &StaleRunArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
-    let stream = reach(&args.host, args.port, args.own.timeout)?;
+    let stream = reach(&args.host, args.port, args.own.side.timeout)?;
     let tried = talk(stream, &args.own, |control| run_one(control, args))?;
     let good = tried.refused == tried.attempts;
     if json {
@@ -246,8 +246,8 @@ fn run_one(control: &mut Control, args: &StaleRunArgs) -> Result<WriteResults> {
     queues.memory.span().flush();
     let waiter = Waiter::new(
         queues.completions.clone(),
-        args.own.how(),
-        args.own.timeout,
+        args.own.side.how(),
+        args.own.side.timeout,
         Stop::default(),
     );
     let write = |i: u64| -> Result<Option<u32>> {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use anyhow::Result;
 
 use super::args::GaugeArgs;
-use crate::cli::RunArgs;
+use crate::cli::{RunArgs, SideArgs};
 use crate::client;
 use crate::matrix::{self, Matrix, MatrixArgs, MatrixObserver};
 use crate::observer::Observer;
@@ -56,6 +56,12 @@ impl Nodes {
             timeout: args.timeout,
         }
     }
+
+    fn set(&self, side: &mut SideArgs) {
+        side.dev_path.clone_from(&self.dev_path);
+        side.gid_index = self.gid_index;
+        side.timeout = self.timeout;
+    }
 }
 
 impl Measurements for Nodes {
@@ -65,17 +71,13 @@ impl Measurements for Nodes {
 
     fn run(&self, args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
         let mut args = args.clone();
-        args.own.dev_path = self.dev_path.clone();
-        args.own.gid_index = self.gid_index;
-        args.own.timeout = self.timeout;
+        self.set(&mut args.own.side);
         client::measure(&args, observer)
     }
 
     fn matrix(&self, args: &MatrixArgs, observer: &dyn MatrixObserver) -> Result<Matrix> {
         let mut args = args.clone();
-        args.dev_path = self.dev_path.clone();
-        args.gid_index = self.gid_index;
-        args.timeout = self.timeout;
+        self.set(&mut args.side);
         matrix::measure(&args, observer)
     }
 }

@@ -2,13 +2,10 @@
 
 //! Options of `matrix`.
 
-use std::path::PathBuf;
-use std::time::Duration;
-
 use clap::Args;
 
 use super::Pair;
-use crate::cli::{seconds, MemoryKind, OwnArgs, RunArgs, PORT};
+use crate::cli::{MemoryKind, OwnArgs, RunArgs, SideArgs, PORT};
 use crate::sizes::{messages, size, window, Sizes};
 use crate::wire::Mode;
 
@@ -18,9 +15,9 @@ pub struct MatrixArgs {
     /// The server. It must run with --forever.
     pub host: String,
 
-    /// NICs, with one connection each [default: the first NIC with an active port]
-    #[arg(long, value_delimiter = ',', value_name = "NIC")]
-    pub nic: Vec<String>,
+    /// Options of this side.
+    #[command(flatten)]
+    pub side: SideArgs,
 
     /// Kinds of memory on this side: the rows.
     #[arg(long, value_enum, value_delimiter = ',', default_value = "cpu,accelerator,cmb,fpga")]
@@ -74,27 +71,6 @@ pub struct MatrixArgs {
     /// TCP port of the server.
     #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
-
-    /// Device file of p2pmem.
-    #[arg(long, value_name = "PATH", env = "P2PMEM_DEV_PATH", hide_env_values = true,
-          default_value = p2pmem::DEFAULT_PATH)]
-    pub dev_path: PathBuf,
-
-    /// Index of the GID to use; only relevant on Ethernet.
-    #[arg(long, value_name = "INDEX", default_value_t = 0)]
-    pub gid_index: u8,
-
-    /// Sleep until a completion arrives, instead of polling.
-    #[arg(long)]
-    pub events: bool,
-
-    /// Poll for 50 microseconds, then sleep until a completion arrives.
-    #[arg(long, conflicts_with = "events")]
-    pub adaptive: bool,
-
-    /// Longest wait for the other side or for a completion.
-    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds)]
-    pub timeout: Duration,
 }
 
 impl MatrixArgs {
@@ -131,14 +107,9 @@ impl MatrixArgs {
     pub(super) fn run_args(&self, pair: Pair) -> RunArgs {
         RunArgs {
             own: OwnArgs {
-                nic: self.nic.clone(),
+                side: self.side.clone(),
                 memory: pair.from,
                 device: None,
-                dev_path: self.dev_path.clone(),
-                gid_index: self.gid_index,
-                events: self.events,
-                adaptive: self.adaptive,
-                timeout: self.timeout,
             },
             port: self.port,
             peer_memory: Some(pair.to),

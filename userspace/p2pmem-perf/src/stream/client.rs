@@ -64,7 +64,7 @@ pub fn run(args: &StreamArgs, json: bool, out: &mut dyn Write) -> Result<bool> {
     let memory = MemoryOptions {
         kind: args.own.memory,
         provider: args.own.device.as_deref(),
-        device: &args.own.dev_path,
+        device: &args.own.side.dev_path,
     };
     let open = |domain: &Arc<Domain>, options: &SourceOptions| -> Result<Box<dyn Source>> {
         Ok(Box::new(Synthetic::open(memory, domain, options)?))
@@ -119,13 +119,16 @@ pub fn send(
     on_second: &mut dyn FnMut(&Second) -> Result<()>,
 ) -> Result<StreamReport> {
     // Errors that need no server are reported before the first message to the server.
-    let nics = open_nics(&args.own.nic)?;
+    let nics = open_nics(&args.own.side.nic)?;
     let [nic] = nics.as_slice() else {
         bail!("a stream uses one NIC: specify one (--nic)")
     };
     let request = args.request();
     request.check().map_err(anyhow::Error::msg)?;
-    let mut control = Control::new(reach(&args.host, args.port, args.own.timeout)?, args.own.timeout)?;
+    let mut control = Control::new(
+        reach(&args.host, args.port, args.own.side.timeout)?,
+        args.own.side.timeout,
+    )?;
     let sent = run_stream(&mut control, nic, args, kind, &request, open, on_second);
     if let Err(error) = &sent {
         // The peer may have disconnected; then `error` says so.
@@ -200,7 +203,7 @@ fn run_stream(
     source.memory().span().flush();
     let credit = source.memory().window(words_at, WORDS);
     let endpoint = own_endpoint(&queue, &args.own, nothing, credit)?;
-    connect_queue(&queue, &endpoint, &other, args.own.gid_index)?;
+    connect_queue(&queue, &endpoint, &other, args.own.side.gid_index)?;
     let client = side(nic, source.memory(), kind);
     eprintln!(
         "p2pmem-perf: {} frames of {} in {} memory for {}",
@@ -363,7 +366,7 @@ impl Flow<'_> {
                 continue;
             }
             ensure!(
-                now - progress < self.args.own.timeout,
+                now - progress < self.args.own.side.timeout,
                 "{} within {:?}: --timeout sets the limit",
                 if self.posted > self.credited {
                     format!(
@@ -374,9 +377,9 @@ impl Flow<'_> {
                 } else {
                     format!("the source {} produced no frame", self.source.name())
                 },
-                self.args.own.timeout
+                self.args.own.side.timeout
             );
-            match self.args.own.how() {
+            match self.args.own.side.how() {
                 // The source's thread may need this processor.
                 How::Poll => thread::yield_now(),
                 How::Events | How::Adaptive => thread::sleep(IDLE),

@@ -43,13 +43,13 @@ pub fn serve(control: &mut Control, args: &ServeArgs, version: u32, request: &St
     );
     request.check().map_err(anyhow::Error::msg)?;
     let own = with_peer_memory(&args.own, request.peer.as_ref())?;
-    let nics = open_nics(&own.nic)?;
+    let nics = open_nics(&own.side.nic)?;
     let nic = nics.first().context("no NIC")?;
     let domain = Domain::new(nic.clone()).context("creating a protection domain")?;
     let options = MemoryOptions {
         kind: own.memory,
         provider: own.device.as_deref(),
-        device: &own.dev_path,
+        device: &own.side.dev_path,
     };
     let (memory, layout) = first_that_fits(request.chunk, request.fixed, request.buffer, |layout| {
         ensure!(
@@ -90,7 +90,7 @@ pub fn serve(control: &mut Control, args: &ServeArgs, version: u32, request: &St
         layout.chunk
     );
     check_endpoints(std::slice::from_ref(&other), 1)?;
-    connect_queue(&queue, &endpoint, &other, own.gid_index)?;
+    connect_queue(&queue, &endpoint, &other, own.side.gid_index)?;
     let mut sink = Sink {
         queue: &queue,
         completions: &completions,
@@ -185,7 +185,7 @@ impl Sink<'_> {
     fn run(&mut self, control: &mut Control, own: &OwnArgs) -> Result<()> {
         let (mut heard, mut looked) = (Instant::now(), Instant::now());
         loop {
-            self.next(own.how())?;
+            self.next(own.side.how())?;
             self.handle()?;
             self.send_credit()?;
             if looked.elapsed() < CONTROL_INTERVAL {
@@ -197,9 +197,9 @@ impl Sink<'_> {
                 Some(FromClient::Finish) => return Ok(()),
                 Some(other) => bail!("the client sent {other:?} while frames were in flight"),
                 None => ensure!(
-                    heard.elapsed() < own.timeout,
+                    heard.elapsed() < own.side.timeout,
                     "no message of the client for {:?}: does the client hang? --timeout sets the limit",
-                    own.timeout
+                    own.side.timeout
                 ),
             }
             looked = Instant::now();

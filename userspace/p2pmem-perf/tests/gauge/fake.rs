@@ -164,7 +164,7 @@ impl Measurements for Fake {
         if std::mem::take(&mut self.0.state().panics) {
             panic!("a panic of the tests");
         }
-        let nics = &args.own.nic;
+        let nics = &args.own.side.nic;
         let peer = args.peer_memory.unwrap_or(MemoryKind::Cpu);
         let test = args.test(nics.len());
         let mut report = Report::new(test.clone(), side(nics, args.own.memory), side(nics, peer));
@@ -189,12 +189,12 @@ impl Measurements for Fake {
         let sizes = &args.size.0;
         observer.runs().proceed()?;
         let names = |kinds: &[MemoryKind]| kinds.iter().map(|kind| kind.name().to_owned()).collect();
-        let total = LINK * args.nic.len() as f64;
+        let total = LINK * args.side.nic.len() as f64;
         let mut matrix = Matrix {
             memory: names(&args.memory),
             peer_memory: names(&args.peer_memory),
             modes: args.modes(),
-            nics: args.nic.len(),
+            nics: args.side.nic.len(),
             link: sizes
                 .iter()
                 .map(|size| LinkRate {
@@ -289,15 +289,15 @@ impl Fake {
         let Command::Run(run) = Cli::parse_from(words).command else {
             unreachable!("the command is run")
         };
-        let test = run.test(args.nic.len());
-        let test = Report::new(test, side(&args.nic, pair.from), side(&args.nic, pair.to));
+        let test = run.test(args.side.nic.len());
+        let test = Report::new(test, side(&args.side.nic, pair.from), side(&args.side.nic, pair.to));
         observer.ready(&test)?;
         // More than a pair has until the test lets it end.
         observer.size_starts(size, 200_000)?;
-        self.size(observer, args.nic.len(), size, messages, base, is_last)?;
-        observer.size_ends(&size_result(&args.nic, size, messages, base))?;
+        self.size(observer, args.side.nic.len(), size, messages, base, is_last)?;
+        observer.size_ends(&size_result(&args.side.nic, size, messages, base))?;
         entry.measured = Some(Measured {
-            mib_per_s: base * args.nic.len() as f64 / MIB,
+            mib_per_s: base * args.side.nic.len() as f64 / MIB,
             ratio_to_link: ratio,
             latency: Some(latency(size, base)),
             cpu_us_client: 0.4,

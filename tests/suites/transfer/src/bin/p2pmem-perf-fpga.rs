@@ -32,7 +32,7 @@ fn run(cli: &Cli) -> Result<bool> {
     let memory = MemoryOptions {
         kind: MemoryKind::Fpga,
         provider: own.device.as_deref(),
-        device: &own.dev_path,
+        device: &own.side.dev_path,
     };
     let open = |domain: &Arc<Domain>, options: &SourceOptions| -> Result<Box<dyn Source>> {
         Ok(Box::new(FpgaSource::open(memory, domain, options)?))
