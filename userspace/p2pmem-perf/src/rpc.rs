@@ -147,8 +147,11 @@ pub struct Cost {
     pub p999_us: f64,
     /// Processor time of the client for a call, in microseconds.
     pub cpu_us_client: f64,
-    /// Processor time of the server for a call: 0 if the server takes no part.
+    /// Processor time of the server's thread for a call. One-sided calls have no such thread: 0.
     pub cpu_us_server: f64,
+    /// Processor time of the server's whole process for a call: also that of the connection to the client.
+    #[serde(default)]
+    pub process_us_server: f64,
     /// Bytes that the server's processor copied for a call.
     pub copied_server: f64,
 }
@@ -226,6 +229,7 @@ pub fn compare(args: &RpcArgs, observer: &dyn Observer, found: &mut dyn FnMut(&C
                     p999_us: latency.p999_us,
                     cpu_us_client: nic.cpu_us_client,
                     cpu_us_server: nic.cpu_us_server,
+                    process_us_server: nic.process_us_server,
                     copied_server: nic.copied_server as f64 / result.speed.iterations.max(1) as f64,
                 };
                 found(&cost)?;
@@ -314,6 +318,7 @@ mod tests {
             p999_us: 1234.25,
             cpu_us_client: 0.75,
             cpu_us_server: 0.0,
+            process_us_server: 0.01,
             copied_server: 0.0,
         };
         let line = cost.line();

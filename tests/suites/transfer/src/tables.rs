@@ -79,7 +79,8 @@ pub fn calls(report: &Report) -> Vec<String> {
         "99 % us",
         "99.9 % us",
         "CLIENT INSTRUCTIONS",
-        "SERVER INSTRUCTIONS",
+        "SERVER THREAD",
+        "SERVER PROCESS",
     ];
     let rows = report.rpc.iter().map(|cost| {
         let call = if cost.batch > 1 {
@@ -96,6 +97,7 @@ pub fn calls(report: &Report) -> Vec<String> {
             format!("{:.1}", cost.p999_us),
             format!("{:.0}", cost.cpu_us_client * 1e3),
             format!("{:.0}", cost.cpu_us_server * 1e3),
+            format!("{:.0}", cost.process_us_server * 1e3),
         ]
     });
     lines(&header(&names), rows.collect())

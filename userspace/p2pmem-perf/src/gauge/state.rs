@@ -335,10 +335,15 @@ impl Gauge {
         };
         let time = self.elapsed();
         let rates = rates.unwrap_or_default().into_iter().chain(std::iter::repeat(0.0));
+        // A NIC that is named twice, with its port and without, has the sum.
+        let mut ports = BTreeMap::new();
+        for (nic, rate) in job.nics.iter().zip(rates) {
+            *ports.entry(nic.clone()).or_insert(0.0) += rate;
+        }
         let sample = Sample {
             time,
             pair: job.pair(),
-            ports: job.nics.iter().cloned().zip(rates).collect(),
+            ports,
         };
         inner.history.push_back(sample);
         while inner.history.front().is_some_and(|first| first.time + WINDOW < time) {

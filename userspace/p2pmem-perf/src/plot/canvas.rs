@@ -211,10 +211,20 @@ impl Axis {
                 let first = self.low.log10().floor() as i32;
                 let last = self.high.log10().ceil() as i32;
                 let every = usize::try_from((last - first) / 10).unwrap_or(0) + 1;
-                (first..=last)
+                let ticks: Vec<f64> = (first..=last)
                     .step_by(every)
                     .flat_map(|power| factors.iter().map(move |factor| factor * 10f64.powi(power)))
                     .filter(|value| (self.low..=self.high).contains(value))
+                    .collect();
+                if ticks.len() > 1 {
+                    return ticks;
+                }
+                // All values are between two of these numbers.
+                let step = 10f64.powf((self.high - self.low).log10().floor());
+                let first = (self.low / step).ceil();
+                (0..10)
+                    .map(|number| (first + f64::from(number)) * step)
+                    .take_while(|value| *value <= self.high)
                     .collect()
             }
         }
@@ -338,6 +348,7 @@ mod tests {
             (Scale::Linear, vec![0.003]),
             (Scale::Linear, vec![]),
             (Scale::Log, vec![1.9, 2.4]),
+            (Scale::Log, vec![3.1, 3.5]),
             (Scale::Log, vec![0.01, 90_000.0]),
             (Scale::Log, vec![1e-9, 1e9]),
             (Scale::Log, vec![0.0, f64::NAN, -1.0]),
