@@ -6,19 +6,13 @@ use std::time::Duration;
 
 use serde_json::{json, Value};
 
-use crate::browser::{Browser, ENTER, ESCAPE};
+use crate::browser::{has, Browser, ENTER, ESCAPE};
 use crate::{Bed, TOKEN};
 
 impl Bed {
     /// Opens a browser and logs in.
     async fn browser(&self) -> Browser {
-        let browser = Browser::start().await;
-        browser.goto(&self.url("/")).await;
-        log_in(&browser, TOKEN).await;
-        browser
-            .wait("document.querySelector('#connection')?.textContent === 'Live'")
-            .await;
-        browser
+        Browser::start_logged_in(&self.url("/"), TOKEN).await
     }
 
     /// Starts a measurement as a program does.
@@ -46,17 +40,6 @@ impl Bed {
 
 const ENDLESS: u64 = 10_000_000;
 
-async fn log_in(browser: &Browser, token: &str) {
-    browser.focus_by_tab("#token").await;
-    browser.press(token).await;
-    browser.press(ENTER).await;
-}
-
-/// Returns a condition: an element has a text.
-fn has(selector: &str, text: &str) -> String {
-    format!("document.querySelector({selector:?})?.textContent.includes({text:?})")
-}
-
 /// Returns a condition: the number at the beginning of an element's text is not zero.
 fn positive(selector: &str) -> String {
     format!("parseFloat(document.querySelector({selector:?})?.textContent) > 0")
@@ -75,7 +58,7 @@ async fn login_needs_the_token() {
     browser.press(ENTER).await;
     browser.wait(&has("[role=alert]", "the token is wrong")).await;
     assert_eq!(browser.violations().await, "");
-    log_in(&browser, TOKEN).await;
+    browser.log_in(TOKEN).await;
     browser.wait(&has("h1", "node-b:18520")).await;
     browser.focus_by_tab("form[action='/logout'] button").await;
     browser.press(ENTER).await;
@@ -302,26 +285,12 @@ async fn pages_fit_and_are_accessible_in_light_and_dark() {
         ("small", 320, false),
     ] {
         browser.appear(width, dark).await;
-        assert_eq!(
-            browser.wider_than_page().await,
-            "",
-            "{name}: parts are wider than the page"
-        );
-        assert_eq!(browser.violations().await, "", "{name}");
+        browser.check_appearance(name).await;
         pages.push(browser.value("getComputedStyle(document.body).backgroundColor").await);
     }
     assert_ne!(pages[0], pages[1]);
     assert_eq!(pages[0], pages[2]);
-    let origin = bed.url("/");
-    let requests = browser
-        .value("performance.getEntriesByType('resource').map((entry) => entry.name)")
-        .await;
-    let requests = requests.as_array().unwrap();
-    assert!(requests.len() >= 4, "{requests:?}");
-    for request in requests {
-        assert!(request.as_str().unwrap().starts_with(&origin), "{request}");
-    }
-    assert_eq!(browser.console(), Vec::<String>::new(), "messages of the browser");
+    browser.check_origin(&bed.url("/")).await;
     browser.close().await;
 }
 
@@ -334,21 +303,9 @@ async fn focus_is_visible_on_every_control() {
     bed.begin_run("accelerator", "cpu", ENDLESS);
     browser.wait(&positive(NOW)).await;
     browser.press(ESCAPE).await;
-    let mut seen = 0;
-    loop {
-        browser.press(crate::browser::TAB).await;
-        if !browser
-            .is("document.activeElement.matches('a, button, input, select, #results')")
-            .await
-        {
-            break;
-        }
-        let visible = "(() => { const style = getComputedStyle(document.activeElement); return style.outlineStyle === 'solid' && parseFloat(style.outlineWidth) >= 2 })()";
-        let name = browser.value("document.activeElement.outerHTML").await;
-        assert!(browser.is(visible).await, "{name}");
-        seen += 1;
-        assert!(seen < 80, "the focus stays in the page");
-    }
+    let seen = browser
+        .focus_every_control("a, button, input, select, #results", 80)
+        .await;
     assert!(seen >= 25, "{seen} controls");
     browser.close().await;
 }

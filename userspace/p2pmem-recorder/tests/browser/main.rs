@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use browser::{Browser, ENTER, ESCAPE, LEFT, TAB};
+use browser::{has, Browser, ENTER, ESCAPE, LEFT};
 use p2pmem::fake::{write_pci_function, Fake};
 use p2pmem::{Buffer, Device, PathClass, Request};
 use p2pmem_recorder::node::{DriveCounters, Node, NodeOptions, SessionHandle, SessionOptions, SimulatedDrives};
@@ -213,25 +213,8 @@ impl Bed {
 
     /// Opens a browser and logs in.
     async fn browser(&self) -> Browser {
-        let browser = Browser::start().await;
-        browser.goto(&self.url("/")).await;
-        log_in(&browser, TOKEN).await;
-        browser
-            .wait("document.querySelector('#connection')?.textContent === 'Live'")
-            .await;
-        browser
+        Browser::start_logged_in(&self.url("/"), TOKEN).await
     }
-}
-
-async fn log_in(browser: &Browser, token: &str) {
-    browser.focus_by_tab("#token").await;
-    browser.press(token).await;
-    browser.press(ENTER).await;
-}
-
-/// Returns a condition: an element has a text.
-fn has(selector: &str, text: &str) -> String {
-    format!("document.querySelector({selector:?})?.textContent.includes({text:?})")
 }
 
 fn gone(selector: &str) -> String {
@@ -252,7 +235,7 @@ async fn login_needs_the_token() {
     browser.press(ENTER).await;
     browser.wait(&has("[role=alert]", "the token is wrong")).await;
     assert_eq!(browser.violations().await, "", "page of the login");
-    log_in(&browser, TOKEN).await;
+    browser.log_in(TOKEN).await;
     browser.wait(&has("h1", "storage-1")).await;
     assert!(
         !browser.is("document.cookie.includes('login')").await,
@@ -634,7 +617,7 @@ async fn a_lost_connection_is_shown_and_ends_at_the_login() {
     let listener = TcpListener::bind(address).unwrap();
     let server = serve(Arc::clone(&bed.node), listener, &WebOptions::new(TOKEN)).unwrap();
     browser.wait("location.pathname === '/login'").await;
-    log_in(&browser, TOKEN).await;
+    browser.log_in(TOKEN).await;
     browser.wait(&has("#connection", "Live")).await;
     browser.close().await;
     drop(server);
@@ -685,12 +668,7 @@ async fn pages_fit_and_are_accessible_in_light_and_dark() {
         browser
             .run("for (const part of document.querySelectorAll('details')) part.open = true")
             .await;
-        assert_eq!(
-            browser.wider_than_page().await,
-            "",
-            "{name}: parts are wider than the page"
-        );
-        assert_eq!(browser.violations().await, "", "{name}");
+        browser.check_appearance(name).await;
         browser
             .run("for (const part of document.querySelectorAll('details')) part.open = false")
             .await;
@@ -699,16 +677,7 @@ async fn pages_fit_and_are_accessible_in_light_and_dark() {
     assert_ne!(pages[0], pages[1]);
     assert_eq!(pages[0], pages[2]);
 
-    let origin = bed.url("/");
-    let requests = browser
-        .value("performance.getEntriesByType('resource').map((entry) => entry.name)")
-        .await;
-    let requests = requests.as_array().unwrap();
-    assert!(requests.len() >= 4, "{requests:?}");
-    for request in requests {
-        assert!(request.as_str().unwrap().starts_with(&origin), "{request}");
-    }
-    assert_eq!(browser.console(), Vec::<String>::new(), "messages of the browser");
+    browser.check_origin(&bed.url("/")).await;
     browser.close().await;
 }
 
@@ -867,21 +836,9 @@ async fn focus_is_visible_on_every_control() {
     browser.wait(&has("[data-session='0']", "Record")).await;
     browser.wait("document.querySelector('#topology-drawing svg')").await;
     browser.run("document.querySelector('#new-lun').open = true").await;
-    let mut seen = 0;
-    loop {
-        browser.press(TAB).await;
-        if !browser
-            .is("document.activeElement.matches('a, button, input, select, summary, #topology-drawing')")
-            .await
-        {
-            break;
-        }
-        let visible = "(() => { const style = getComputedStyle(document.activeElement); return style.outlineStyle === 'solid' && parseFloat(style.outlineWidth) >= 2 })()";
-        let name = browser.value("document.activeElement.outerHTML").await;
-        assert!(browser.is(visible).await, "{name}");
-        seen += 1;
-        assert!(seen < 60, "the focus stays in the page");
-    }
+    let seen = browser
+        .focus_every_control("a, button, input, select, summary, #topology-drawing", 60)
+        .await;
     assert!(seen >= 12, "{seen} controls");
     browser.close().await;
 }

@@ -21,13 +21,18 @@ use serde_json::{json, Value};
 /// The longest wait for a condition. Browsers are slow on a busy machine.
 const BOUND: Duration = Duration::from_secs(60);
 
-pub const TAB: &str = "\u{E004}";
+const TAB: &str = "\u{E004}";
 pub const ENTER: &str = "\u{E007}";
 pub const ESCAPE: &str = "\u{E00C}";
 pub const LEFT: &str = "\u{E012}";
 const SHIFT: char = '\u{E008}';
 const END: char = '\u{E010}';
 const HOME: char = '\u{E011}';
+
+/// Returns a condition: an element has a text.
+pub fn has(selector: &str, text: &str) -> String {
+    format!("document.querySelector({selector:?})?.textContent.includes({text:?})")
+}
 
 /// The driver's process. Dropping it ends the browser and the driver.
 struct Driver {
@@ -157,6 +162,64 @@ impl Browser {
     }
 
     /// Ends the browser.
+    /// Starts a browser at a page that needs a login, logs in, and waits for live values.
+    pub async fn start_logged_in(url: &str, token: &str) -> Self {
+        let browser = Self::start().await;
+        browser.goto(url).await;
+        browser.log_in(token).await;
+        browser
+            .wait("document.querySelector('#connection')?.textContent === 'Live'")
+            .await;
+        browser
+    }
+
+    /// Logs in on the page of the login, by the keyboard.
+    pub async fn log_in(&self, token: &str) {
+        self.focus_by_tab("#token").await;
+        self.press(token).await;
+        self.press(ENTER).await;
+    }
+
+    /// Checks that no part is wider than the page, and that the page is accessible.
+    pub async fn check_appearance(&self, name: &str) {
+        assert_eq!(
+            self.wider_than_page().await,
+            "",
+            "{name}: parts are wider than the page"
+        );
+        assert_eq!(self.violations().await, "", "{name}");
+    }
+
+    /// Checks that the page has loaded everything from its own server, and that the browser printed no message.
+    pub async fn check_origin(&self, origin: &str) {
+        let requests = self
+            .value("performance.getEntriesByType('resource').map((entry) => entry.name)")
+            .await;
+        let requests = requests.as_array().unwrap();
+        assert!(requests.len() >= 4, "{requests:?}");
+        for request in requests {
+            assert!(request.as_str().unwrap().starts_with(origin), "{request}");
+        }
+        assert_eq!(self.console(), Vec::<String>::new(), "messages of the browser");
+    }
+
+    /// Moves the focus by the key Tab through the controls that match `selector`, and checks that it is visible on each.
+    /// Returns their number, of which there are fewer than `most`.
+    pub async fn focus_every_control(&self, selector: &str, most: usize) -> usize {
+        let visible = "(() => { const style = getComputedStyle(document.activeElement); return style.outlineStyle === 'solid' && parseFloat(style.outlineWidth) >= 2 })()";
+        let mut seen = 0;
+        loop {
+            self.press(TAB).await;
+            if !self.is(&format!("document.activeElement.matches({selector:?})")).await {
+                return seen;
+            }
+            let name = self.value("document.activeElement.outerHTML").await;
+            assert!(self.is(visible).await, "{name}");
+            seen += 1;
+            assert!(seen < most, "the focus stays in the page");
+        }
+    }
+
     pub async fn close(self) {
         drop(self);
     }
