@@ -40,22 +40,25 @@ impl FrameMemory for Frames {
 /// The FPGA as a source.
 pub struct FpgaSource {
     // Fields are dropped in this order: the device stops before its memory is freed.
-    stream: Stream<Frames>,
+    stream: Option<Stream<Frames>>,
     memory: Memory,
+    /// The address of the FPGA.
+    address: String,
+    options: StreamOptions,
     layout: Layout,
     looked: Instant,
     totals: Option<Totals>,
 }
 
 impl FpgaSource {
-    /// Allocates and registers memory of the FPGA near the NIC, and starts the stream. `memory` has the kind of memory of
+    /// Allocates and registers memory of the FPGA near the NIC. `memory` has the kind of memory of
     /// FPGAs.
     ///
     /// # Errors
     ///
-    /// No FPGA is published or has so much memory, the NIC rejects the memory, or another program uses the stream.
-    pub fn open(memory: MemoryOptions<'_>, domain: &Arc<Domain>, options: &SourceOptions) -> Result<Self> {
-        let layout = options.layout;
+    /// No FPGA is published or has so much memory, or the NIC rejects the memory.
+    pub fn open(memory: MemoryOptions<'_>, domain: &Arc<Domain>, source: &SourceOptions) -> Result<Self> {
+        let layout = source.layout;
         let memory = Memory::new(memory, domain, layout.bytes())?;
         let address = memory
             .provider()
@@ -65,27 +68,27 @@ impl FpgaSource {
         let offset = memory
             .bar_offset()
             .context("the place of the buffer in the FPGA's memory is unknown")?;
-        let frames = Frames {
-            span: memory.span().clone(),
-            offset,
-        };
-        let stream = StreamOptions {
+        let options = StreamOptions {
             offset,
             frame_size: u32::try_from(layout.chunk)?,
             frames: layout.slots,
-            rate: options.rate.unwrap_or(0),
-            seed: options.seed,
+            rate: source.rate.unwrap_or(0),
+            seed: source.seed,
             limit: 0,
         };
-        let fpga = Fpga::open(&address).with_context(|| format!("opening the FPGA {address}"))?;
-        let stream = Stream::start(fpga, frames, stream).with_context(|| format!("starting the FPGA {address}"))?;
         Ok(Self {
-            stream,
+            stream: None,
             memory,
+            address,
+            options,
             layout,
             looked: Instant::now(),
             totals: None,
         })
+    }
+
+    fn stream(&mut self) -> Result<&mut Stream<Frames>> {
+        self.stream.as_mut().context("the source was not started")
     }
 }
 
@@ -102,15 +105,28 @@ impl Source for FpgaSource {
         self.layout
     }
 
+    fn start(&mut self) -> Result<()> {
+        let address = &self.address;
+        let frames = Frames {
+            span: self.memory.span().clone(),
+            offset: self.options.offset,
+        };
+        let fpga = Fpga::open(address).with_context(|| format!("opening the FPGA {address}"))?;
+        let stream = Stream::start(fpga, frames, self.options);
+        self.stream = Some(stream.with_context(|| format!("starting the FPGA {address}"))?);
+        Ok(())
+    }
+
     fn next(&mut self) -> Result<Next> {
-        if let Some(frame) = self.stream.poll()? {
+        let first = self.options.offset;
+        if let Some(frame) = self.stream()?.poll()? {
             return Ok(Next::Frame(SourceFrame {
-                at: frame.offset - self.stream.options().offset,
+                at: frame.offset - first,
                 sequence: frame.header.sequence,
             }));
         }
         if self.looked.elapsed() >= STATUS_INTERVAL {
-            let status = self.stream.fpga().status()?;
+            let status = self.stream()?.fpga().status()?;
             if status != Status::Running {
                 bail!("the FPGA has stopped its stream: {status}");
             }
@@ -120,15 +136,18 @@ impl Source for FpgaSource {
     }
 
     fn release(&mut self, frames: u64) -> Result<()> {
-        Ok(self.stream.release(frames)?)
+        Ok(self.stream()?.release(frames)?)
     }
 
     fn stop(&mut self) -> Result<Totals> {
         if let Some(totals) = self.totals {
             return Ok(totals);
         }
-        self.stream.stop()?;
-        let (frames, dropped) = self.stream.fpga().frames()?;
+        let Some(stream) = &mut self.stream else {
+            return Ok(Totals::default());
+        };
+        stream.stop()?;
+        let (frames, dropped) = stream.fpga().frames()?;
         let totals = Totals {
             produced: frames - dropped,
             dropped,

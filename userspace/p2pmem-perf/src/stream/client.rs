@@ -332,6 +332,7 @@ struct Flow<'a> {
 impl Flow<'_> {
     /// Sends frames until the stream ends, and waits until the server has handled them. Returns the time.
     fn run(&mut self, control: &mut Control, on_second: &mut dyn FnMut(&Second) -> Result<()>) -> Result<Duration> {
+        self.source.start()?;
         let start = Instant::now();
         let (mut alive, mut progress, mut sampled) = (start, start, start);
         let end_after = self.args.end_after();

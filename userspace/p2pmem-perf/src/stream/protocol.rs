@@ -3,7 +3,7 @@
 //! Messages of a stream that the control protocol carries, and the layout of the memory for frames.
 
 use anyhow::{bail, Context, Result};
-use p2pmem::human_size;
+use p2pmem::{human_size, ErrorKind};
 use serde::{Deserialize, Serialize};
 
 use crate::sizes::LARGEST;
@@ -115,11 +115,30 @@ impl Layout {
     }
 }
 
+/// There is not as much memory as a layout needs.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct MissingMemory(pub String);
+
+/// Returns whether an error says that there is not enough memory, so that a smaller layout may succeed.
+fn is_missing_memory(error: &anyhow::Error) -> bool {
+    error.chain().any(|cause| {
+        let kind = cause.downcast_ref::<p2pmem::Error>().map(p2pmem::Error::kind);
+        let system = cause.downcast_ref::<std::io::Error>();
+        cause.is::<MissingMemory>()
+            || matches!(
+                kind,
+                Some(ErrorKind::NoSpace | ErrorKind::NoProvider | ErrorKind::OutOfResources)
+            )
+            || system.is_some_and(|error| error.raw_os_error() == Some(libc::ENOMEM))
+    })
+}
+
 /// Calls `make` with one layout after another until it succeeds.
 ///
 /// # Errors
 ///
-/// The first error of `make`, if it never succeeds.
+/// The first error of `make`, if there is not enough memory for any layout; any other error at once.
 pub fn first_that_fits<T>(
     chunk: u64,
     fixed: bool,
@@ -130,7 +149,8 @@ pub fn first_that_fits<T>(
     for layout in Layout::candidates(chunk, fixed, buffer) {
         match make(layout) {
             Ok(made) => return Ok(made),
-            Err(error) => first.get_or_insert(error),
+            Err(error) if is_missing_memory(&error) => first.get_or_insert(error),
+            Err(error) => return Err(error),
         };
     }
     let error = first.unwrap_or_else(|| anyhow::anyhow!("no layout"));
@@ -197,7 +217,7 @@ mod tests {
                 if layout.bytes() <= memory {
                     Ok((layout.chunk >> 20, layout.slots))
                 } else {
-                    bail!("{} bytes", layout.bytes())
+                    Err(MissingMemory(format!("{} bytes", layout.bytes())).into())
                 }
             })
         };
@@ -214,6 +234,26 @@ mod tests {
         );
         let error = format!("{:#}", fit(64 << 20, false, 0).unwrap_err());
         assert!(error.contains("not even for small ones"), "{error}");
+    }
+
+    #[test]
+    fn other_errors_than_missing_memory_are_not_repeated() {
+        let mut calls = 0;
+        let mut fit = |error: fn() -> anyhow::Error| {
+            calls = 0;
+            let made = first_that_fits::<()>(64 << 10, true, 1 << 20, |_| {
+                calls += 1;
+                Err(error().context("opening"))
+            });
+            (format!("{:#}", made.unwrap_err()), calls)
+        };
+        let busy = fit(|| anyhow::anyhow!("another program uses the stream"));
+        assert_eq!(busy, ("opening: another program uses the stream".into(), 1));
+        let denied = fit(|| std::io::Error::from_raw_os_error(libc::EACCES).into());
+        assert_eq!(denied.1, 1);
+        let (error, calls) = fit(|| std::io::Error::from_raw_os_error(libc::ENOMEM).into());
+        assert!(error.starts_with("no memory for two chunks of 64 KiB"), "{error}");
+        assert_eq!(calls, 4, "16, 8, 4, and 2 slots");
     }
 
     #[test]

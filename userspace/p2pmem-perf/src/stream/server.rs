@@ -17,7 +17,7 @@ use crate::wire::{check_endpoints, Control, Endpoint, FromClient, FromServer, VE
 
 use super::client::side;
 use super::frame;
-use super::protocol::{check_chunk, first_that_fits, Layout, StreamRequest, StreamResult, Verified};
+use super::protocol::{check_chunk, first_that_fits, Layout, MissingMemory, StreamRequest, StreamResult, Verified};
 use super::REVOKED;
 
 /// Time between two looks for a message of the client.
@@ -52,12 +52,14 @@ pub fn serve(control: &mut Control, args: &ServeArgs, version: u32, request: &St
         device: &own.side.dev_path,
     };
     let (memory, layout) = first_that_fits(request.chunk, request.fixed, request.buffer, |layout| {
-        ensure!(
-            layout.bytes() <= args.most,
-            "the stream needs {} of memory, more than the {} that this server allows (--most)",
-            human_size(layout.bytes()),
-            human_size(args.most)
-        );
+        if layout.bytes() > args.most {
+            return Err(MissingMemory(format!(
+                "the stream needs {} of memory, more than the {} that this server allows (--most)",
+                human_size(layout.bytes()),
+                human_size(args.most)
+            ))
+            .into());
+        }
         Ok((Memory::new(options, &domain, layout.bytes())?, layout))
     })?;
     let (receives, credits) = (layout.slots, CREDITS as u32);

@@ -65,6 +65,13 @@ pub trait Source {
     /// Returns the slots of its memory.
     fn layout(&self) -> Layout;
 
+    /// Starts to produce frames. Called once, when the server is ready.
+    ///
+    /// # Errors
+    ///
+    /// The source cannot start, for example because another program uses its device.
+    fn start(&mut self) -> Result<()>;
+
     /// Returns the next frame, and does not wait for it. The frame does not change until it is released.
     ///
     /// # Errors
@@ -79,7 +86,7 @@ pub trait Source {
     /// The source has failed.
     fn release(&mut self, frames: u64) -> Result<()>;
 
-    /// Stops producing frames. Frames that were produced and not returned are lost.
+    /// Stops producing frames, also if it was not started. Frames that were produced and not returned are lost.
     ///
     /// # Errors
     ///

@@ -187,20 +187,28 @@ impl Drop for Consumer {
 /// Generated samples in host memory or in a p2pmem buffer.
 pub struct Synthetic {
     // Fields are dropped in this order: the thread ends before its memory.
-    consumer: Consumer,
+    consumer: Option<Consumer>,
     memory: Memory,
+    options: SourceOptions,
 }
 
 impl Synthetic {
-    /// Allocates and registers memory, and starts the thread.
+    /// Allocates and registers memory.
     ///
     /// # Errors
     ///
     /// No such memory is available, or the NIC rejects it.
     pub fn open(memory: MemoryOptions<'_>, domain: &Arc<Domain>, options: &SourceOptions) -> Result<Self> {
         let memory = Memory::new(memory, domain, options.layout.bytes())?;
-        let consumer = Consumer::start(memory.span().clone(), *options)?;
-        Ok(Self { consumer, memory })
+        Ok(Self {
+            consumer: None,
+            memory,
+            options: *options,
+        })
+    }
+
+    fn consumer(&mut self) -> Result<&mut Consumer> {
+        self.consumer.as_mut().context("the source was not started")
     }
 }
 
@@ -214,20 +222,25 @@ impl Source for Synthetic {
     }
 
     fn layout(&self) -> Layout {
-        self.consumer.layout
+        self.options.layout
+    }
+
+    fn start(&mut self) -> Result<()> {
+        self.consumer = Some(Consumer::start(self.memory.span().clone(), self.options)?);
+        Ok(())
     }
 
     fn next(&mut self) -> Result<Next> {
-        self.consumer.next()
+        self.consumer()?.next()
     }
 
     fn release(&mut self, frames: u64) -> Result<()> {
-        self.consumer.release(frames);
+        self.consumer()?.release(frames);
         Ok(())
     }
 
     fn stop(&mut self) -> Result<Totals> {
-        Ok(self.consumer.stop())
+        Ok(self.consumer.as_mut().map(Consumer::stop).unwrap_or_default())
     }
 }
 
