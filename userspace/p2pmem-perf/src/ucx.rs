@@ -4,7 +4,7 @@
 //!
 //! The memory and its slots are those of the other modes. Each side registers its memory with UCX, for one NIC and its RDMA
 //! transports alone, so that UCX cannot fall back to another NIC or to TCP. The client puts each chunk from its slot into the
-//! server's slot. A message is done when a flush that the client began after the message is complete: then the bytes are in
+//! server's slot, after the connection exists. A message is done when a flush that the client began after the message is complete: then the bytes are in
 //! the server's memory. There are at most two flushes for the chunks in flight; with a depth of 1, each message has its own.
 //! The server's program only makes progress, until the client is finished: UCX connects by messages between the workers.
 //!
@@ -65,8 +65,13 @@ impl Port {
         if kind != MemoryKind::Cpu {
             options = options.without_copies();
         }
+        Self::with(&options, nic, kind, span, bytes)
+    }
+
+    /// Opens UCX with these options, see [`Port::open`].
+    fn with(options: &Options, nic: &str, kind: MemoryKind, span: &Span, bytes: u64) -> Result<Self> {
         let context = || format!("opening {nic} by UCX: UCX_LOG_LEVEL=error prints UCX's reasons");
-        let ucx = ucx::Context::new(&options).with_context(context)?;
+        let ucx = ucx::Context::new(options).with_context(context)?;
         let worker = Worker::new(&ucx).with_context(context)?;
         let memory = Memory::map(&ucx, span, 0, usize::try_from(bytes)?).map_err(|error| {
             let remedy = match kind {
@@ -150,6 +155,15 @@ impl Port {
         let mut puts: VecDeque<Request> = VecDeque::new();
         let mut flushes: VecDeque<(u64, Request)> = VecDeque::new();
         let mut progress = Progress::new(&self.worker, how, limit, stop);
+        // Is complete when the connection exists, which is no part of a message.
+        let connected = remote.endpoint.flush();
+        while connected.result().is_none() {
+            progress.next(&|| "the connection".to_owned())?;
+            if let Some(error) = remote.endpoint.failure() {
+                return Err(failed(remote, done, chunks, &error));
+            }
+        }
+        progress.moved();
         while done < chunks {
             while put < chunks && put - done < depth {
                 let to = remote.port.at(slots.target_at(put), slots.size)?;
@@ -263,5 +277,128 @@ impl<'a> Progress<'a> {
         self.worker
             .wait(MAX_SLEEP.min(self.limit.saturating_sub(waited)))
             .context("waiting for UCX")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::Path;
+    use std::sync::atomic::AtomicU64;
+    use std::thread;
+
+    use crate::pattern::{check_target, fill_source, fill_target};
+    use crate::sizes::GUARD;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Opens UCX over TCP within this machine. `None` if UCX is not installed, which it is in the project's sandbox.
+    fn port(span: &Span) -> Option<Port> {
+        let opened = Port::with(&Options::new("lo", "tcp"), "lo", MemoryKind::Cpu, span, span.len() as u64);
+        match opened {
+            Err(error) if error.root_cause().to_string().contains("UCX is not installed") => {
+                assert!(!Path::new("/etc/p2pmem-kernel").exists(), "{error:#}");
+                eprintln!("skipped: {error:#}");
+                None
+            }
+            opened => Some(opened.unwrap()),
+        }
+    }
+
+    #[test]
+    fn messages_of_all_depths_arrive() {
+        for (size, depth, messages, how) in [
+            (8, 1, 20, How::Poll),
+            (4104, 3, 7, How::Events),
+            (1 << 20, 4, 3, How::Adaptive),
+            (65536, 16, 50, How::Events),
+        ] {
+            let slots = Slots::new(size, depth, 1 << 30);
+            let source = Span::host(slots.source_bytes() as usize).unwrap();
+            let target = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
+            fill_source(&source, &slots, 5).unwrap();
+            fill_target(&target, &slots, GUARD, 5).unwrap();
+            let (Some(mut client), Some(server)) = (port(&source), port(&target)) else {
+                return;
+            };
+            client.connect(&server.own().unwrap()).unwrap();
+            let (finished, stop, progress) = (AtomicBool::new(false), Stop::default(), AtomicU64::new(0));
+            let clock = Clock::new(messages, 1, Instant::now(), &progress).unwrap();
+            let times = thread::scope(|scope| {
+                let served = scope.spawn(|| server.serve(&finished, &stop));
+                let times = client.send(&slots, depth, clock, how, LIMIT, &stop);
+                finished.store(true, Ordering::Relaxed);
+                served.join().unwrap().unwrap();
+                times.unwrap()
+            });
+            assert_eq!((times.posted.len(), times.done.len()), (messages as usize, messages as usize));
+            assert!(times.done.is_sorted());
+            assert!(times.posted.iter().zip(&times.done).all(|(posted, done)| posted <= done));
+            let checked = check_target(&target, &slots, GUARD, 5, messages).unwrap();
+            assert!(checked.is_correct(), "{size}: {checked:?}");
+        }
+    }
+
+    #[test]
+    fn a_server_without_progress_and_a_stop_request_end_the_messages() {
+        let slots = Slots::new(4096, 2, 1 << 20);
+        let span = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
+        let (Some(mut client), Some(server)) = (port(&span), port(&span)) else {
+            return;
+        };
+        let own = server.own().unwrap();
+        client.connect(&own).unwrap();
+        let progress = AtomicU64::new(0);
+        let send = |client: &Port, limit, stop: &Stop| {
+            let clock = Clock::new(5, 1, Instant::now(), &progress).unwrap();
+            client.send(&slots, 2, clock, How::Events, limit, stop).unwrap_err().to_string()
+        };
+        let error = send(&client, Duration::from_millis(1), &Stop::default());
+        assert!(error.starts_with("the connection") && error.contains("--timeout"), "{error}");
+        let stop = Stop::default();
+        stop.store(true, Ordering::Relaxed);
+        let error = send(&client, LIMIT, &stop);
+        assert!(error.contains("stopped"), "{error}");
+        assert!(server.serve(&AtomicBool::new(false), &stop).is_err());
+        // Memory of the server that is smaller than the slots.
+        let (finished, stop) = (AtomicBool::new(false), Stop::default());
+        client.connect(&UcxPort { bytes: 4096, ..own }).unwrap();
+        let error = thread::scope(|scope| {
+            let served = scope.spawn(|| server.serve(&finished, &stop));
+            let error = send(&client, LIMIT, &stop);
+            finished.store(true, Ordering::Relaxed);
+            served.join().unwrap().unwrap();
+            error
+        });
+        assert!(error.contains("exceed the 4096 bytes"), "{error}");
+    }
+
+    #[test]
+    fn a_server_that_ends_is_the_error_of_the_messages() {
+        let slots = Slots::new(65536, 2, 1 << 20);
+        let span = Span::host((slots.target_bytes() + GUARD) as usize).unwrap();
+        let (Some(mut client), Some(server)) = (port(&span), port(&span)) else {
+            return;
+        };
+        client.connect(&server.own().unwrap()).unwrap();
+        let (finished, stop, progress) = (AtomicBool::new(false), Stop::default(), AtomicU64::new(0));
+        let clock = Clock::new(10_000_000, 1, Instant::now(), &progress).unwrap();
+        let error = thread::scope(|scope| {
+            let (finished, stop) = (&finished, &stop);
+            scope.spawn(move || {
+                server.serve(finished, stop).unwrap();
+                drop(server);
+            });
+            let client = &client;
+            let sent = scope.spawn(move || client.send(&slots, 2, clock, How::Poll, LIMIT, stop));
+            let deadline = Instant::now() + LIMIT;
+            while progress.load(Ordering::Relaxed) == 0 {
+                assert!(Instant::now() < deadline, "no message arrives");
+                thread::yield_now();
+            }
+            finished.store(true, Ordering::Relaxed);
+            sent.join().unwrap().err().unwrap().to_string()
+        });
+        assert!(error.contains("failed by UCX: the connection failed: "), "{error}");
     }
 }
