@@ -6,7 +6,7 @@
 //! [`observer`]; [`matrix`] runs one for each pair of memories; `gauge` (feature `web`) shows both in the browser, and
 //! [`plot`] draws their reports. Each NIC's part of the test is a [`session`], with
 //! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
-//! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA; [`stream`] sends a continuous flow
+//! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA, [`ucx`] by the library UCX; [`stream`] sends a continuous flow
 //! of frames. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
 
@@ -30,6 +30,7 @@ pub mod stale;
 pub mod stats;
 pub mod stream;
 pub mod tcp;
+pub mod ucx;
 pub mod waiter;
 pub mod wire;
 

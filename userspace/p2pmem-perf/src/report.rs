@@ -138,6 +138,7 @@ impl Report {
             Mode::WriteImmediate => "RDMA WRITE with immediate data, client to server",
             Mode::Rpc => "call: SEND, copy by the server's processor, reply",
             Mode::Tcp => "TCP, client to server, copied by the processors",
+            Mode::Ucx => "put of UCX, client to server",
         }
         .to_owned();
         if test.staged {

@@ -3,7 +3,7 @@
 //! `serve`: waits for a client, and runs the test that the client requests.
 
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{mpsc, Arc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -155,18 +155,18 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
     sessions.iter().try_for_each(|session| session.prepare(size))?;
     let before = process_time();
     control.send(&FromServer::Started)?;
-    let stop = Stop::default();
+    let (stop, finished) = (Stop::default(), AtomicBool::new(false));
     let served = thread::scope(|scope| {
         let (send, results) = mpsc::channel();
         for (index, session) in sessions.iter().enumerate() {
-            let (send, stop) = (send.clone(), &stop);
+            let (send, stop, finished) = (send.clone(), &stop, &finished);
             scope.spawn(move || {
-                let served = session.serve(size, own, stop);
+                let served = session.serve(size, own, stop, finished);
                 // The receiver lives until the scope ends.
                 let _ = send.send((index, served));
             });
         }
-        let all = until_finished(control, &results, sessions, own);
+        let all = until_finished(control, &results, sessions, own, &finished);
         if all.is_err() {
             stop.store(true, Ordering::Relaxed);
         }
@@ -185,12 +185,13 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
     control.send(&FromServer::Finished(found.collect::<Result<_>>()?))
 }
 
-/// Waits until the client has sent `finish` and all sessions are done. Returns what each session did.
+/// Waits until the client has sent `finish`, which sets `over`, and all sessions are done. Returns what each session did.
 fn until_finished(
     control: &mut Control,
     results: &mpsc::Receiver<(usize, Result<Served>)>,
     sessions: &[NicSession],
     own: &OwnArgs,
+    over: &AtomicBool,
 ) -> Result<Vec<Served>> {
     let mut all_served: Vec<Option<Served>> = vec![None; sessions.len()];
     let (mut finished, mut heard) = (false, Instant::now());
@@ -205,7 +206,10 @@ fn until_finished(
         }
         match control.receive_within(POLL_WAIT)? {
             Some(FromClient::Alive) if !finished => heard = Instant::now(),
-            Some(FromClient::Finish) if !finished => (finished, heard) = (true, Instant::now()),
+            Some(FromClient::Finish) if !finished => {
+                (finished, heard) = (true, Instant::now());
+                over.store(true, Ordering::Relaxed);
+            }
             Some(other) => bail!("the client sent {other:?} while messages were in flight"),
             None => ensure!(
                 heard.elapsed() < own.side.timeout,

@@ -4,7 +4,7 @@
 
 mod calls;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use crate::pattern::{check_target, fill_source, fill_target, Checker, Comparison
 use crate::sizes::{Slots, GUARD, WORDS};
 use crate::stats::Times;
 use crate::tcp::Payload;
+use crate::ucx::Port;
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{Endpoint, Mode, Test, Window};
 
@@ -138,6 +139,8 @@ pub struct NicSession {
     seed: u64,
     /// The connection of the payload, if it moves over TCP.
     payload: Option<Payload>,
+    /// The part of UCX, if the payload moves by UCX.
+    ucx: Option<Port>,
 }
 
 impl NicSession {
@@ -181,7 +184,14 @@ impl NicSession {
         } else {
             memory.window(0, bytes - WORDS)
         };
-        let endpoint = own_endpoint(&queue, own, payload, memory.window(bytes - WORDS, WORD))?;
+        let mut endpoint = own_endpoint(&queue, own, payload, memory.window(bytes - WORDS, WORD))?;
+        let ucx = match test.mode {
+            Mode::Ucx => Some(Port::open(&name, own.memory, memory.span(), bytes - WORDS)?),
+            _ => None,
+        };
+        if let (Role::Server, Some(ucx)) = (role, &ucx) {
+            endpoint.ucx = Some(ucx.own()?);
+        }
         Ok(Self {
             queue,
             memory,
@@ -194,12 +204,17 @@ impl NicSession {
             gid_index: own.side.gid_index,
             seed: test.seed.wrapping_add(index as u64),
             payload: None,
+            ucx,
         })
     }
 
     /// Sets the connection of the payload, if it moves over TCP.
     pub fn set_payload(&mut self, payload: Payload) {
         self.payload = Some(payload);
+    }
+
+    fn ucx(&self) -> Result<&Port> {
+        self.ucx.as_ref().context("UCX is not open")
     }
 
     fn payload(&self) -> Result<&Payload> {
@@ -233,6 +248,9 @@ impl NicSession {
     /// The two NICs have different link layers, or the NIC rejects the address.
     pub fn connect(&mut self, other: Endpoint) -> Result<()> {
         connect_queue(&self.queue, &self.own, &other, self.gid_index)?;
+        if let (Role::Client, Some(ucx)) = (self.role, &mut self.ucx) {
+            ucx.connect(other.ucx.as_ref().context("the server sent no address of UCX")?)?;
+        }
         self.other = Some(other);
         Ok(())
     }
@@ -328,13 +346,20 @@ impl NicSession {
 
     /// Runs the server's part of the test for messages of `size` bytes. Does nothing if messages do not consume
     /// receives. Otherwise waits for each chunk, copies staged chunks, and counts handled chunks in the handshake word.
-    /// Over TCP, reads each chunk from the socket.
+    /// Over TCP, reads each chunk from the socket. By UCX, makes progress until `finished`: the client is done.
     ///
     /// # Errors
     ///
     /// A message does not arrive within the limit, or is not the expected one.
-    pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop) -> Result<Served> {
+    pub fn serve(&self, size: u64, own: &OwnArgs, stop: &Stop, finished: &AtomicBool) -> Result<Served> {
         let before = cpu_time();
+        if self.test.mode == Mode::Ucx {
+            self.ucx()?.serve(finished, stop)?;
+            return Ok(Served {
+                cpu: cpu_time() - before,
+                ..Served::default()
+            });
+        }
         let (slots, chunks) = (self.test.slots(size), self.chunks(size));
         let mut checker = self.checker(size);
         if self.test.mode == Mode::Tcp {
@@ -463,6 +488,16 @@ impl NicSession {
                 checked: None,
                 times,
                 copied,
+                cpu: cpu_time() - before,
+            });
+        }
+        if self.test.mode == Mode::Ucx {
+            let depth = self.test.in_flight(size);
+            let times = self.ucx()?.send(&slots, depth, clock, own.side.how(), own.side.timeout, stop)?;
+            return Ok(Ran {
+                checked: None,
+                times,
+                copied: 0,
                 cpu: cpu_time() - before,
             });
         }
@@ -648,7 +683,7 @@ impl Run<'_> {
                 (memory.segment(target, size), Work::Read(from))
             }
             Mode::Send | Mode::Rpc => (memory.segment(source, size), Work::Send),
-            Mode::Tcp => bail!("messages over TCP have no work requests"),
+            Mode::Tcp | Mode::Ucx => bail!("messages by {} have no work requests", self.session.test.mode.name()),
         };
         Ok(Request {
             id: chunk,
@@ -809,6 +844,7 @@ pub fn own_endpoint(queue: &QueuePair, own: &OwnArgs, payload: Window, handled: 
         address,
         payload,
         handled,
+        ucx: None,
     })
 }
 

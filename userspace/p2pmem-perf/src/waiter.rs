@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 /// Polls between two reads of the clock.
 const POLLS: u32 = 256;
 /// How long adaptive polling polls before it sleeps: about what a sleep and an interrupt cost.
-const SPIN: Duration = Duration::from_micros(50);
+pub(crate) const SPIN: Duration = Duration::from_micros(50);
 /// Longest sleep. Limits the time until a stop request is noticed.
 const MAX_SLEEP: Duration = Duration::from_millis(100);
 

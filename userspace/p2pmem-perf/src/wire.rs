@@ -40,7 +40,7 @@ use crate::stream::protocol::{Layout, StreamRequest, StreamResult};
 use crate::waiter::How;
 
 /// Version of the protocol.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Maximum length of a line in bytes.
 const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
@@ -77,6 +77,9 @@ pub enum Mode {
     Rpc,
     /// The client sends over TCP, without RDMA: the processors copy each byte between the memory and the sockets.
     Tcp,
+    /// The client writes to the server's memory by UCX (ucp_put_nbx), which uses the NIC as MPI and many engines do. Device
+    /// memory takes the preload shim on both sides.
+    Ucx,
 }
 
 /// Parameters of a test. The client chooses them and sends them to the server.
@@ -162,6 +165,7 @@ impl Mode {
             Self::WriteImmediate => "write-imm",
             Self::Rpc => "rpc",
             Self::Tcp => "tcp",
+            Self::Ucx => "ucx",
         }
     }
 
@@ -260,6 +264,13 @@ impl Test {
             return Err(format!(
                 "a call has one chunk, and the calls do not fit the {} of memory that both sides have: use smaller messages \
                  (--size) or no --window",
+                p2pmem::human_size(self.space)
+            ));
+        }
+        if self.mode == Mode::Ucx && any(&|size| self.has_window(size)) {
+            return Err(format!(
+                "a put of UCX has one chunk, as the server does not acknowledge chunks, and the messages do not fit the {} of \
+                 memory that both sides have: use smaller messages (--size) or no --window",
                 p2pmem::human_size(self.space)
             ));
         }
@@ -390,6 +401,62 @@ pub struct Endpoint {
     pub payload: Window,
     /// The handshake word, which counts handled messages.
     pub handled: Window,
+    /// The server's part of UCX, if the payload moves by UCX.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ucx: Option<UcxPort>,
+}
+
+/// A worker of UCX and the memory that the peer accesses through it. UCX parses the address and the key without a length, so
+/// both sides must trust each other; [`p2pmem_ucx_sys`] refuses bytes that are damaged.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UcxPort {
+    /// Address of the worker.
+    #[serde(with = "packed")]
+    pub worker: Vec<u8>,
+    /// Key of the memory.
+    #[serde(with = "packed")]
+    pub key: Vec<u8>,
+    /// Address of the first byte of the memory.
+    pub address: u64,
+    /// Length of the memory in bytes.
+    pub bytes: u64,
+}
+
+impl UcxPort {
+    /// Returns the address of byte `at`. `bytes` bytes from there must be inside the memory.
+    ///
+    /// # Errors
+    ///
+    /// The bytes are not inside the memory.
+    pub fn at(&self, at: u64, bytes: u64) -> Result<u64> {
+        let window = Window {
+            address: self.address,
+            rkey: 0,
+            bytes: self.bytes,
+        };
+        window.at(at, bytes)
+    }
+}
+
+/// Bytes that UCX packed, as hexadecimal digits.
+mod packed {
+    use p2pmem_ucx_sys::MAX_PACKED;
+    use serde::{de, Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(bytes: &[u8], to: S) -> Result<S::Ok, S::Error> {
+        to.serialize_str(&hex::encode(bytes))
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Vec<u8>, D::Error> {
+        let text = String::deserialize(from)?;
+        if text.len() > 2 * MAX_PACKED {
+            return Err(de::Error::custom(format!(
+                "an address or key of UCX has more than {MAX_PACKED} bytes"
+            )));
+        }
+        hex::decode(text).map_err(de::Error::custom)
+    }
 }
 
 impl Endpoint {

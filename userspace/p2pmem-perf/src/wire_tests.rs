@@ -5,6 +5,7 @@
 use std::net::{TcpListener, TcpStream};
 use std::thread;
 
+use p2pmem_ucx_sys::MAX_PACKED;
 use p2pmem_verbs::Link;
 use proptest::prelude::*;
 
@@ -63,6 +64,7 @@ fn endpoint() -> Endpoint {
             rkey: 8,
             bytes: 8,
         },
+        ucx: None,
     }
 }
 
@@ -231,6 +233,23 @@ fn invalid_parameters_are_rejected() {
         ..test()
     };
     assert!(staged.check().unwrap_err().contains("staged"));
+    type Option = fn(&mut Test);
+    let change: [(&str, Option); 3] = [
+        ("handshake", |t| t.handshake = true),
+        ("staged", |t| t.staged = true),
+        ("--batch", |t| t.batch = Some(2)),
+    ];
+    for (word, change) in change {
+        let mut test = Test {
+            mode: Mode::Ucx,
+            handshake: false,
+            ..test()
+        };
+        assert_eq!(test.check(), Ok(()));
+        change(&mut test);
+        let why = test.check().unwrap_err();
+        assert!(why.contains(word) && why.contains("--mode write"), "{why}");
+    }
 }
 
 #[test]
@@ -331,6 +350,7 @@ fn messages_above_the_memory_are_cut_into_chunks_and_acknowledged() {
         (Mode::Read, false),
         (Mode::Send, false),
         (Mode::Tcp, false),
+        (Mode::Ucx, false),
     ] {
         assert_eq!(Test { mode, ..test.clone() }.has_handshake(large), acknowledged);
     }
@@ -365,9 +385,17 @@ fn calls_and_batches_do_not_move_through_a_window() {
         mode: Mode::Read,
         ..batch.clone()
     };
+    let put = Test {
+        mode: Mode::Ucx,
+        ..call.clone()
+    };
     // The memory is not known yet in the client's first check; three slots fit `enough`, but not `less`.
     let (enough, less) = (3 * (64 << 10) + GUARD + WORDS, 3 * (64 << 10) + GUARD + WORDS - 4096);
-    for (test, word) in [(&call, "a call has one chunk"), (&batch, "--batch")] {
+    for (test, word) in [
+        (&call, "a call has one chunk"),
+        (&put, "a put of UCX has one chunk"),
+        (&batch, "--batch"),
+    ] {
         let with = |space| Test { space, ..test.clone() };
         assert_eq!(with(0).check(), Ok(()));
         assert_eq!(with(enough).check_space(), Ok(()));
@@ -413,6 +441,34 @@ fn addresses_beyond_a_window_are_rejected() {
         ..window
     };
     assert!(high.at(1, 1).is_err());
+}
+
+#[test]
+fn addresses_and_keys_of_ucx_have_a_limit() {
+    let port = UcxPort {
+        worker: vec![1; MAX_PACKED],
+        key: vec![0xab, 0],
+        address: 1 << 40,
+        bytes: 4096,
+    };
+    let all = Endpoint {
+        ucx: Some(port.clone()),
+        ..endpoint()
+    };
+    let good = serde_json::to_value(&all).unwrap();
+    assert_eq!(good["ucx"]["key"], "ab00");
+    assert_eq!(serde_json::from_value::<Endpoint>(good.clone()).unwrap(), all);
+    // The endpoints of the largest number of NICs fit a line.
+    assert!(serde_json::to_vec(&vec![all; MAX_NICS]).unwrap().len() < MAX_LINE);
+    for bad in ["abc", "zz", &"00".repeat(MAX_PACKED + 1)] {
+        for field in ["worker", "key"] {
+            let mut endpoint = good.clone();
+            endpoint["ucx"][field] = bad.into();
+            assert!(serde_json::from_value::<Endpoint>(endpoint).is_err(), "{field} {bad}");
+        }
+    }
+    assert_eq!(port.at(4000, 96).unwrap(), (1 << 40) + 4000);
+    assert!(port.at(4000, 97).is_err());
 }
 
 #[test]
