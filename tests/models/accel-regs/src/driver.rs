@@ -24,6 +24,7 @@ mod ring;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -93,7 +94,7 @@ pub enum Error {
     /// A command did not complete in time, or another program held the lock too long.
     #[error("{0} did not complete within {1:?}")]
     Timeout(&'static str, Duration),
-    /// The device was removed: registers read as all ones.
+    /// The device was removed: registers read as all ones, or the kernel has removed its files.
     #[error("the accelerator was removed: its registers do not respond")]
     Gone,
     /// The memory of a ring cannot be accessed, for instance because its provider was removed.
@@ -160,6 +161,8 @@ pub struct Accel {
     function: PciFunction,
     /// File of the registers; its lock serializes submissions.
     registers_file: File,
+    /// Number of the file's inode, which the kernel does not use again.
+    inode: u64,
     registers: Mapping,
     memory_size: u64,
 }
@@ -192,12 +195,24 @@ impl Accel {
             return Err(Error::NotAnAccelerator(bdf.to_owned(), what));
         }
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
+        let inode = registers_file.metadata().map_err(|error| Error::File {
+            path: function.path("resource0"),
+            error,
+        })?;
         Ok(Self {
             function,
             registers_file,
+            inode: inode.ino(),
             registers,
             memory_size,
         })
+    }
+
+    /// Returns whether the device still has its files in sysfs. After the kernel has removed them, accesses to registers raise
+    /// SIGBUS. Does not access the device.
+    pub fn is_present(&self) -> bool {
+        let found = std::fs::metadata(self.function.path("resource0"));
+        found.is_ok_and(|found| found.ino() == self.inode)
     }
 
     /// Returns the size of BAR2 in bytes.

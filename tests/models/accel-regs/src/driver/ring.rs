@@ -218,6 +218,9 @@ impl Accel {
     /// [`Error::NoRing`], [`Error::Gone`], and [`Error::Timeout`].
     pub fn disable_ring(&self, number: u32, timeout: Duration) -> Result<(), Error> {
         check_number(number)?;
+        if !self.is_present() {
+            return Err(Error::Gone);
+        }
         self.registers.store32(ring::register(number, reg::CONTROL), 0)?;
         let mut poll = Poll::new(Instant::now() + timeout);
         while self.ring_register(number, reg::STATE)? != State::Disabled as u32 {
@@ -392,6 +395,9 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
     /// [`Error::RingStopped`], [`Error::RingDisabled`], and [`Error::Gone`].
     pub fn check(&self) -> Result<(), Error> {
         let accel: &Accel = self.accel.borrow();
+        if !accel.is_present() {
+            return Err(Error::Gone);
+        }
         let state = accel.ring_register(self.number, reg::STATE)?;
         if state == State::Running as u32 {
             return Ok(());
@@ -403,6 +409,11 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
     /// Returns the number of the ring.
     pub fn number(&self) -> u32 {
         self.number
+    }
+
+    /// Returns the accelerator.
+    pub fn accel(&self) -> &Accel {
+        self.accel.borrow()
     }
 
     /// Returns the index of the next entry.
@@ -829,6 +840,24 @@ mod tests {
             Ring::new(&accel, 0, memory, RingOptions::new(64, 4)).map(drop),
             Err(Error::Gone)
         ));
+    }
+
+    #[test]
+    fn registers_of_a_removed_device_are_not_accessed() {
+        let fake = Fake::new(State::Running, &[]);
+        let accel = fake.open();
+        let ring = Ring::new(&accel, 1, Bytes::new(4096), RingOptions::new(64, 4)).unwrap();
+        let folder = fake.folder.path().join("0000:01:00.0");
+        // Another device at the same address is not this one.
+        std::fs::copy(folder.join("resource0"), folder.join("other")).unwrap();
+        assert!(accel.is_present());
+        std::fs::rename(folder.join("other"), folder.join("resource0")).unwrap();
+        assert!(!accel.is_present());
+        assert!(matches!(ring.check(), Err(Error::Gone)));
+        std::fs::remove_file(folder.join("resource0")).unwrap();
+        assert!(matches!(ring.check(), Err(Error::Gone)));
+        drop(ring);
+        assert_ne!(accel.registers.load32(ring::register(1, reg::CONTROL)).unwrap(), 0);
     }
 
     /// Starts a ring as a program does that is killed later: without an end.
