@@ -153,6 +153,9 @@ pub struct CostArgs {
 fn ranks(text: &str) -> Result<usize, String> {
     match text.parse() {
         Ok(ranks) if (1..=crate::schedule::MAX_RANKS).contains(&ranks) => Ok(ranks),
-        _ => Err(format!("specify a number of ranks, from 1 to {}", crate::schedule::MAX_RANKS)),
+        _ => Err(format!(
+            "specify a number of ranks, from 1 to {}",
+            crate::schedule::MAX_RANKS
+        )),
     }
 }

@@ -4,10 +4,10 @@
 //!
 //! # Flow control
 //!
-//! Each rank has slots for the pieces of a number of lanes, its window. A rank *opens* the lanes of a call when it enters the call,
-//! and further lanes when the first open ones have ended. It tells this to the ranks that send to it, which send a piece only to a rank
-//! that has opened its lane. So slots are never overwritten too early, a rank that has not entered the call gets nothing, and calls do
-//! not deadlock: the first lane that has not ended is open on all ranks, and depends on no other lane.
+//! Each rank has slots for the pieces of a number of tasks, its window. A rank *opens* the tasks of a call when it enters the call,
+//! and further tasks when the first open ones have ended. It tells this to the ranks that send to it, which send a piece only to a rank
+//! that has opened its task. So slots are never overwritten too early, a rank that has not entered the call gets nothing, and calls do
+//! not deadlock: the first task that has not ended is open on all ranks, and depends on no other task.
 //!
 //! # Order of accesses
 //!
@@ -26,7 +26,7 @@ use crate::element::{Element, Reduction};
 use crate::engine::{Engine, Job, Operation};
 use crate::group::{Failure, Group};
 use crate::message::{low, whole, Announcement, Immediate};
-use crate::schedule::{Algorithm, Call, Collective, Lane, Place, Plan, Ring, Step};
+use crate::schedule::{Algorithm, Call, Collective, Place, Plan, Ring, Step, Task};
 use crate::transport::{Event, Transport, Write};
 
 /// Longest sleep while nothing happens. Limits the time until the failure of another rank is noticed.
@@ -141,7 +141,7 @@ pub struct Sizes {
     pub payload: u64,
     /// Most bytes of a piece, a multiple of 64.
     pub chunk: u64,
-    /// Most lanes at the same time.
+    /// Most tasks at the same time.
     pub window: u32,
 }
 
@@ -159,7 +159,10 @@ impl Sizes {
             )));
         }
         if !(1..=4096).contains(&self.window) {
-            return Err(Error::Call(format!("a window of {} chunks: 1 to 4096 are possible", self.window)));
+            return Err(Error::Call(format!(
+                "a window of {} chunks: 1 to 4096 are possible",
+                self.window
+            )));
         }
         Ok(())
     }
@@ -168,7 +171,7 @@ impl Sizes {
         self.payload.next_multiple_of(PAGE)
     }
 
-    /// Returns the number of slots: as many as the window has lanes, and at least two lanes of the algorithms that need a slot for
+    /// Returns the number of slots: as many as the window has tasks, and at least two tasks of the algorithms that need a slot for
     /// each rank.
     fn slots(&self, ranks: usize) -> u64 {
         u64::from(self.window).max(2 * ranks as u64)
@@ -179,8 +182,8 @@ impl Sizes {
         self.slots_at() + self.slots(ranks) * self.chunk
     }
 
-    /// Returns the number of lanes at the same time, each with `slots` slots.
-    fn lanes(&self, ranks: usize, slots: usize) -> u64 {
+    /// Returns the number of tasks at the same time, each with `slots` slots.
+    fn tasks(&self, ranks: usize, slots: usize) -> u64 {
         match slots {
             0 => self.window.into(),
             slots => (self.slots(ranks) / slots as u64).min(self.window.into()).max(1),
@@ -205,13 +208,13 @@ pub struct Done {
     pub engine: u64,
 }
 
-/// The state of a lane.
+/// The state of a task.
 #[derive(Debug, Clone, Default)]
 struct Progress {
     step: usize,
     /// Writes that have not completed.
     sending: u32,
-    /// The job of the engine that the lane waits for.
+    /// The job of the engine that the task waits for.
     job: Option<u64>,
     /// The ranks whose messages have arrived and were not used yet.
     arrived: Vec<usize>,
@@ -229,13 +232,13 @@ pub struct Communicator<M, T, E> {
     limit: Duration,
     /// Calls that this rank has entered.
     calls: u64,
-    /// The number of the first lane of the next call.
+    /// The number of the first task of the next call.
     next: u64,
-    /// Lanes that other ranks have opened.
+    /// Tasks that other ranks have opened.
     opened: Vec<u64>,
     /// Calls that other ranks have entered and this rank has not looked at.
     entered: VecDeque<(usize, Announcement)>,
-    /// For each rank, the lanes whose writes have not completed; `None` for messages without payload.
+    /// For each rank, the tasks whose writes have not completed; `None` for messages without payload.
     sending: Vec<VecDeque<Option<usize>>>,
     /// Set when the group has failed.
     failed: bool,
@@ -261,7 +264,10 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         sizes.check()?;
         let ranks = members.ranks();
         if ring.ranks() != ranks {
-            return Err(Error::Call(format!("a ring of {} ranks in a group of {ranks}", ring.ranks())));
+            return Err(Error::Call(format!(
+                "a ring of {} ranks in a group of {ranks}",
+                ring.ranks()
+            )));
         }
         Ok(Self {
             members,
@@ -379,9 +385,19 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         let name = |rank: usize| self.members.name(rank).to_owned();
         let progress = self.members.progress(PROGRESS_LIMIT);
         let late = |(_, calls): &(usize, &Option<u64>)| calls.is_some_and(|calls| calls < self.calls);
-        let missing: Vec<String> = progress.iter().enumerate().filter(late).map(|(rank, _)| name(rank)).collect();
+        let missing: Vec<String> = progress
+            .iter()
+            .enumerate()
+            .filter(late)
+            .map(|(rank, _)| name(rank))
+            .collect();
         let silent = |(_, calls): &(usize, &Option<u64>)| calls.is_none();
-        let silent: Vec<String> = progress.iter().enumerate().filter(silent).map(|(rank, _)| name(rank)).collect();
+        let silent: Vec<String> = progress
+            .iter()
+            .enumerate()
+            .filter(silent)
+            .map(|(rank, _)| name(rank))
+            .collect();
         let own = execution.announcement.describe();
         let what = if !missing.is_empty() {
             format!("{} did not enter {own}", missing.join(" and "))
@@ -402,9 +418,15 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
     fn enter(&mut self, call: Call) -> Result<Execution, Error> {
         self.members.check()?;
         if self.failed {
-            return Err(Error::Call("an earlier call failed: the group cannot be used any more".into()));
+            return Err(Error::Call(
+                "an earlier call failed: the group cannot be used any more".into(),
+            ));
         }
-        if call.at.checked_add(call.bytes).is_none_or(|end| end > self.sizes.payload) {
+        if call
+            .at
+            .checked_add(call.bytes)
+            .is_none_or(|end| end > self.sizes.payload)
+        {
             return Err(Error::Call(format!(
                 "{} bytes at offset {}: the payload has {} bytes",
                 call.bytes, call.at, self.sizes.payload
@@ -414,10 +436,10 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         let schedule = plan.schedule(self.members.rank());
         self.calls += 1;
         self.members.set_progress(self.calls);
-        let window = self.sizes.lanes(self.members.ranks(), schedule.slots);
+        let window = self.sizes.tasks(self.members.ranks(), schedule.slots);
         let first = self.next;
-        self.next += schedule.lanes.len() as u64;
-        let open = window.min(schedule.lanes.len() as u64);
+        self.next += schedule.tasks.len() as u64;
+        let open = window.min(schedule.tasks.len() as u64);
         Ok(Execution {
             announcement: Announcement {
                 number: self.calls,
@@ -429,10 +451,10 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             slots: schedule.slots,
             ended: 0,
             open,
-            told: schedule.senders.iter().map(|rank| (*rank, None)).collect(),
+            announced: schedule.senders.iter().map(|rank| (*rank, None)).collect(),
             entered: schedule.receivers.iter().map(|rank| (*rank, false)).collect(),
-            states: vec![Progress::default(); schedule.lanes.len()],
-            lanes: schedule.lanes,
+            states: vec![Progress::default(); schedule.tasks.len()],
+            tasks: schedule.tasks,
             jobs: 0,
             senders: Vec::new(),
             done: Done::default(),
@@ -456,10 +478,16 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         while execution.has_ended(execution.ended) {
             execution.ended += 1;
         }
-        execution.open = (execution.ended as u64 + execution.window).min(execution.lanes.len() as u64);
-        moved |= self.tell(execution)?;
-        let all_told = execution.told.iter().all(|(_, told)| *told == Some(execution.open));
-        if execution.ended == execution.lanes.len() && all_told && execution.entered.iter().all(|(_, entered)| *entered) {
+        execution.open = (execution.ended as u64 + execution.window).min(execution.tasks.len() as u64);
+        moved |= self.announce(execution)?;
+        let all_announced = execution
+            .announced
+            .iter()
+            .all(|(_, announced)| *announced == Some(execution.open));
+        if execution.ended == execution.tasks.len()
+            && all_announced
+            && execution.entered.iter().all(|(_, entered)| *entered)
+        {
             return Ok(State::Done);
         }
         Ok(if moved { State::Moved } else { State::Waiting })
@@ -482,28 +510,28 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
     fn take_event(&mut self, execution: &mut Execution, event: Event) -> Result<(), Error> {
         match event {
             Event::Sent { to } => {
-                let lane = self.sending.get_mut(to).and_then(VecDeque::pop_front);
-                let lane = lane.ok_or_else(|| self.unexpected(to, "a completion without a write"))?;
-                // Lanes end only when their writes have completed, so the lane belongs to this call.
-                if let Some(state) = lane.and_then(|lane| execution.states.get_mut(lane)) {
+                let task = self.sending.get_mut(to).and_then(VecDeque::pop_front);
+                let task = task.ok_or_else(|| self.unexpected(to, "a completion without a write"))?;
+                // Tasks end only when their writes have completed, so the task belongs to this call.
+                if let Some(state) = task.and_then(|task| execution.states.get_mut(task)) {
                     state.sending -= 1;
                 }
                 Ok(())
             }
             Event::Arrived { from, immediate } => match Immediate::decode(immediate) {
-                Some(Immediate::Piece { lane, round }) => self.take_piece(execution, from, lane, round),
-                Some(Immediate::Open { lanes }) => {
-                    self.set_opened(from, lanes);
+                Some(Immediate::Piece { task, round }) => self.take_piece(execution, from, task, round),
+                Some(Immediate::Open { tasks }) => {
+                    self.set_opened(from, tasks);
                     Ok(())
                 }
-                Some(Immediate::Enter { lanes }) => {
+                Some(Immediate::Enter { tasks }) => {
                     let announcement = Announcement::decode(&self.transport.announcement(from));
                     let announcement = announcement.ok_or_else(|| self.unexpected(from, "an invalid announcement"))?;
                     if self.entered.iter().any(|(rank, _)| *rank == from) {
                         return Err(self.unexpected(from, "two announcements"));
                     }
                     self.entered.push_back((from, announcement));
-                    self.set_opened(from, lanes);
+                    self.set_opened(from, tasks);
                     Ok(())
                 }
                 None => Err(self.unexpected(from, &format!("the immediate data {immediate:#x}"))),
@@ -511,16 +539,23 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         }
     }
 
-    fn take_piece(&mut self, execution: &mut Execution, from: usize, lane: u32, round: u8) -> Result<(), Error> {
-        let number = whole(lane, execution.first + execution.ended as u64);
-        let index = number.checked_sub(execution.first).filter(|index| *index < execution.open);
-        let place = index.and_then(|index| Some((execution.states.get_mut(index as usize)?, &execution.lanes[index as usize])));
-        let Some((state, lane)) = place else {
-            return Err(self.unexpected(from, &format!("a piece of lane {number}, which is not open")));
+    fn take_piece(&mut self, execution: &mut Execution, from: usize, task: u32, round: u8) -> Result<(), Error> {
+        let number = whole(task, execution.first + execution.ended as u64);
+        let index = number
+            .checked_sub(execution.first)
+            .filter(|index| *index < execution.open);
+        let place = index.and_then(|index| {
+            Some((
+                execution.states.get_mut(index as usize)?,
+                &execution.tasks[index as usize],
+            ))
+        });
+        let Some((state, task)) = place else {
+            return Err(self.unexpected(from, &format!("a piece of task {number}, which is not open")));
         };
         state.arrived.push(from);
         let done = &mut execution.done;
-        done.received += lane.bytes;
+        done.received += task.bytes;
         done.rounds = done.rounds.max(u32::from(round) + 1);
         let round = usize::from(round);
         if execution.senders.len() <= round {
@@ -531,9 +566,9 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         Ok(())
     }
 
-    fn set_opened(&mut self, rank: usize, lanes: u32) {
+    fn set_opened(&mut self, rank: usize, tasks: u32) {
         let opened = &mut self.opened[rank];
-        *opened = whole(lanes, *opened).max(*opened);
+        *opened = whole(tasks, *opened).max(*opened);
     }
 
     fn unexpected(&self, from: usize, what: &str) -> Error {
@@ -544,7 +579,9 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
     fn take_announcements(&mut self, execution: &mut Execution) -> Result<bool, Error> {
         let mut moved = false;
         for _ in 0..self.entered.len() {
-            let Some((rank, theirs)) = self.entered.pop_front() else { break };
+            let Some((rank, theirs)) = self.entered.pop_front() else {
+                break;
+            };
             if theirs.number == execution.announcement.number + 1 && theirs != execution.announcement {
                 // The other rank has ended this call, and entered the next one.
                 self.entered.push_back((rank, theirs));
@@ -558,30 +595,31 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                 });
             }
             let entered = execution.entered.iter_mut().find(|(other, _)| *other == rank);
-            let entered = entered.ok_or_else(|| self.unexpected(rank, "an announcement for a call in which it receives nothing"))?;
+            let entered = entered
+                .ok_or_else(|| self.unexpected(rank, "an announcement for a call in which it receives nothing"))?;
             entered.1 = true;
             moved = true;
         }
         Ok(moved)
     }
 
-    /// Tells the ranks that send to this one which lanes are open.
-    fn tell(&mut self, execution: &mut Execution) -> Result<bool, Error> {
-        let lanes = low(execution.first + execution.open);
+    /// Tells the ranks that send to this one which tasks are open.
+    fn announce(&mut self, execution: &mut Execution) -> Result<bool, Error> {
+        let tasks = low(execution.first + execution.open);
         let part = (execution.window / 4).max(1);
-        let all = execution.open == execution.lanes.len() as u64;
+        let all = execution.open == execution.tasks.len() as u64;
         let mut moved = false;
-        for (rank, told) in &mut execution.told {
-            let (announcement, message) = match *told {
-                None => (Some(execution.announcement.encode()), Immediate::Enter { lanes }),
-                Some(told) if told + part <= execution.open || (all && told < execution.open) => {
-                    (None, Immediate::Open { lanes })
+        for (rank, announced) in &mut execution.announced {
+            let (announcement, message) = match *announced {
+                None => (Some(execution.announcement.encode()), Immediate::Enter { tasks }),
+                Some(announced) if announced + part <= execution.open || (all && announced < execution.open) => {
+                    (None, Immediate::Open { tasks })
                 }
                 Some(_) => continue,
             };
-            let sent = self.transport.tell(*rank, announcement.as_ref(), message.encode());
+            let sent = self.transport.notify(*rank, announcement.as_ref(), message.encode());
             if sent.map_err(Error::Device)? {
-                *told = Some(execution.open);
+                *announced = Some(execution.open);
                 self.sending[*rank].push_back(None);
                 moved = true;
             }
@@ -589,7 +627,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         Ok(moved)
     }
 
-    /// Executes the next step of a lane, if this is possible without waiting.
+    /// Executes the next step of a task, if this is possible without waiting.
     fn step(
         &mut self,
         execution: &mut Execution,
@@ -598,13 +636,13 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         submitted: &mut bool,
     ) -> Result<bool, Error> {
         let number = execution.first + index as u64;
-        let lane = &execution.lanes[index];
+        let task = &execution.tasks[index];
         let state = &mut execution.states[index];
-        let Some(step) = lane.steps.get(state.step) else {
+        let Some(step) = task.steps.get(state.step) else {
             return Ok(false);
         };
         let place = |place: Place| match place {
-            Place::Payload => execution.announcement.call.at + lane.at,
+            Place::Payload => execution.announcement.call.at + task.at,
             Place::Slot(slot) => {
                 let slot = (number % execution.window) * execution.slots as u64 + slot as u64;
                 self.sizes.slots_at() + slot * self.sizes.chunk
@@ -618,7 +656,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                 let write = Write {
                     to,
                     from: place(Place::Payload),
-                    bytes: lane.bytes,
+                    bytes: task.bytes,
                     into: place(into),
                     immediate: Immediate::piece(number, round).encode(),
                 };
@@ -627,7 +665,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                 }
                 self.sending[to].push_back(Some(index));
                 state.sending += 1;
-                execution.done.sent += lane.bytes;
+                execution.done.sent += task.bytes;
                 execution.done.messages += 1;
             }
             Step::Receive { from } => {
@@ -657,7 +695,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                         operation,
                         into: self.base + place(into),
                         from: self.base + place(from),
-                        bytes: lane.bytes,
+                        bytes: task.bytes,
                     };
                     let Some(job) = self.engine.submit(job).map_err(Error::Device)? else {
                         return Ok(false);
@@ -665,7 +703,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                     *submitted = true;
                     state.job = Some(job);
                     execution.jobs += 1;
-                    execution.done.engine += lane.bytes;
+                    execution.done.engine += task.bytes;
                     // The step ends when the job has completed.
                     return Ok(false);
                 }
@@ -690,20 +728,20 @@ enum State {
 /// A call in progress.
 struct Execution {
     announcement: Announcement,
-    /// The number of the first lane.
+    /// The number of the first task.
     first: u64,
-    /// Lanes at the same time.
+    /// Tasks at the same time.
     window: u64,
     slots: usize,
-    /// The first lanes that have ended.
+    /// The first tasks that have ended.
     ended: usize,
-    /// Lanes that this rank has opened.
+    /// Tasks that this rank has opened.
     open: u64,
-    /// The ranks that send to this one, with the lanes that they know to be open; `None` if they do not know of the call.
-    told: Vec<(usize, Option<u64>)>,
+    /// The ranks that send to this one, with the tasks that they know to be open; `None` if they do not know of the call.
+    announced: Vec<(usize, Option<u64>)>,
     /// The ranks that this one sends to, and whether they have entered the call.
     entered: Vec<(usize, bool)>,
-    lanes: Vec<Lane>,
+    tasks: Vec<Task>,
     states: Vec<Progress>,
     /// Jobs of the engine that have not completed.
     jobs: usize,
@@ -717,14 +755,14 @@ impl Execution {
         let Some(state) = self.states.get(index) else {
             return false;
         };
-        state.step == self.lanes[index].steps.len()
+        state.step == self.tasks[index].steps.len()
     }
 
-    /// Returns the ranks that the first lanes wait for.
+    /// Returns the ranks that the first tasks wait for.
     fn waits_for(&self) -> Vec<usize> {
         let open = self.ended..self.open as usize;
         let mut ranks: Vec<usize> = open
-            .filter_map(|index| match self.lanes[index].steps.get(self.states[index].step)? {
+            .filter_map(|index| match self.tasks[index].steps.get(self.states[index].step)? {
                 Step::Send { to, .. } => Some(*to),
                 Step::Receive { from } => Some(*from),
                 _ => None,

@@ -27,16 +27,16 @@ pub fn count(plan: &Plan, ranks: usize) -> Cost {
     // By round and rank: bytes sent, bytes received, and whether a rank receives from another one.
     let mut rounds: Vec<Vec<Traffic>> = Vec::new();
     for rank in 0..ranks {
-        for lane in plan.schedule(rank).lanes {
-            for step in &lane.steps {
+        for task in plan.schedule(rank).tasks {
+            for step in &task.steps {
                 let Step::Send { to, round, .. } = *step else { continue };
                 let round = usize::from(round);
                 while rounds.len() <= round {
                     rounds.push((0..ranks).map(|_| Traffic::default()).collect());
                 }
-                rounds[round][rank].sent += lane.bytes;
+                rounds[round][rank].sent += task.bytes;
                 let receiver = &mut rounds[round][to];
-                receiver.received += lane.bytes;
+                receiver.received += task.bytes;
                 receiver.senders |= 1 << rank;
             }
         }
@@ -50,7 +50,10 @@ pub fn count(plan: &Plan, ranks: usize) -> Cost {
         rounds: rounds.len() as u32,
         most_sent: total(|traffic| traffic.sent),
         most_received: total(|traffic| traffic.received),
-        most_in_round: all().map(|traffic| traffic.sent.max(traffic.received)).max().unwrap_or(0) as f64,
+        most_in_round: all()
+            .map(|traffic| traffic.sent.max(traffic.received))
+            .max()
+            .unwrap_or(0) as f64,
         fan_in: all().map(|traffic| traffic.senders.count_ones()).max().unwrap_or(0),
     }
 }
@@ -119,7 +122,11 @@ mod tests {
                 // All ranks have segments of the same size.
                 let bytes = 840 << 10;
                 let counted = count(&plan(collective, ranks, bytes), ranks);
-                assert_eq!(counted, formula(collective, ranks, bytes), "{collective:?}, {ranks} ranks");
+                assert_eq!(
+                    counted,
+                    formula(collective, ranks, bytes),
+                    "{collective:?}, {ranks} ranks"
+                );
             }
         }
     }
@@ -128,6 +135,9 @@ mod tests {
     fn a_ring_of_uneven_segments_is_near_the_formula() {
         let counted = count(&plan(Collective::Allreduce(Algorithm::Ring), 7, 1 << 20), 7);
         let formula = formula(Collective::Allreduce(Algorithm::Ring), 7, 1 << 20);
-        assert!((counted.most_sent / formula.most_sent - 1.0).abs() < 1e-3, "{counted:?} {formula:?}");
+        assert!(
+            (counted.most_sent / formula.most_sent - 1.0).abs() < 1e-3,
+            "{counted:?} {formula:?}"
+        );
     }
 }

@@ -78,7 +78,11 @@ pub fn wrong_bytes(memory: &Span, plan: &Plan, seed: u64, rank: usize, ranks: us
             }
             let mut found = vec![0; expected.len()];
             memory.try_read((call.at + part.start) as usize, &mut found)?;
-            wrong += found.iter().zip(&expected).filter(|(found, expected)| found != expected).count() as u64;
+            wrong += found
+                .iter()
+                .zip(&expected)
+                .filter(|(found, expected)| found != expected)
+                .count() as u64;
         }
     }
     Ok(wrong)

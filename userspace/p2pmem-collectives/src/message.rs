@@ -8,75 +8,72 @@ use crate::schedule::{Call, Collective};
 
 /// Bytes of an announcement in memory, with its length.
 pub const ANNOUNCEMENT: usize = 256;
-/// Bits of a number of lanes.
-const LANE_BITS: u32 = 24;
-const LANES: u64 = 1 << LANE_BITS;
+/// Bits of a number of tasks.
+const TASK_BITS: u32 = 24;
+const TASKS: u64 = 1 << TASK_BITS;
 
 /// The immediate data of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Immediate {
-    /// A piece of the payload, for the lane with this number of the sender's connection.
+    /// A piece of the payload, for the task with this number of the sender's connection.
     Piece {
-        /// The lowest bits of the lane's number.
-        lane: u32,
+        /// The lowest bits of the task's number.
+        task: u32,
         /// The round.
         round: u8,
     },
-    /// The sender executes the lanes below this number: others may send pieces for them.
+    /// The sender executes the tasks below this number: others may send pieces for them.
     Open {
         /// The lowest bits of the number.
-        lanes: u32,
+        tasks: u32,
     },
     /// The sender enters a call; the announcement is in memory. Also an [`Immediate::Open`].
     Enter {
         /// The lowest bits of the number.
-        lanes: u32,
+        tasks: u32,
     },
 }
 
 impl Immediate {
     /// Returns a piece's message.
-    pub fn piece(lane: u64, round: u8) -> Self {
-        Self::Piece {
-            lane: low(lane),
-            round,
-        }
+    pub fn piece(task: u64, round: u8) -> Self {
+        Self::Piece { task: low(task), round }
     }
 
     /// Returns the number.
     pub fn encode(self) -> u32 {
         match self {
-            Self::Piece { lane, round } => u32::from(round) << LANE_BITS | lane,
-            Self::Open { lanes } => 1 << 30 | lanes,
-            Self::Enter { lanes } => 2 << 30 | lanes,
+            Self::Piece { task, round } => u32::from(round) << TASK_BITS | task,
+            Self::Open { tasks } => 1 << 30 | tasks,
+            Self::Enter { tasks } => 2 << 30 | tasks,
         }
     }
 
     /// Returns the message of a number; `None` if no message has it.
     pub fn decode(number: u32) -> Option<Self> {
-        let lanes = number & (LANES as u32 - 1);
-        let round = (number >> LANE_BITS) as u8 & 0x3f;
+        let tasks = number & (TASKS as u32 - 1);
+        let round = (number >> TASK_BITS) as u8 & 0x3f;
         match (number >> 30, round) {
-            (0, round) => Some(Self::Piece { lane: lanes, round }),
-            (1, 0) => Some(Self::Open { lanes }),
-            (2, 0) => Some(Self::Enter { lanes }),
+            (0, round) => Some(Self::Piece { task: tasks, round }),
+            (1, 0) => Some(Self::Open { tasks }),
+            (2, 0) => Some(Self::Enter { tasks }),
             _ => None,
         }
     }
 }
 
-/// Returns the lowest bits of a number of lanes.
-pub fn low(lanes: u64) -> u32 {
-    (lanes % LANES) as u32
+/// Returns the lowest bits of a number of tasks.
+pub fn low(tasks: u64) -> u32 {
+    (tasks % TASKS) as u32
 }
 
 /// Returns the number with these lowest bits that is nearest to `near`.
 pub fn whole(low: u32, near: u64) -> u64 {
-    let up = u64::from(low).wrapping_sub(near) % LANES;
-    if up < LANES / 2 {
+    let up = u64::from(low).wrapping_sub(near) % TASKS;
+    if up < TASKS / 2 {
         near + up
     } else {
-        (near + up).saturating_sub(LANES)
+        (near + up).saturating_sub(TASKS)
     }
 }
 
@@ -140,8 +137,8 @@ mod tests {
     fn immediate_data_has_every_message() {
         let all = [
             Immediate::piece((1 << 24) + 5, 63),
-            Immediate::Open { lanes: 0xff_ffff },
-            Immediate::Enter { lanes: 7 },
+            Immediate::Open { tasks: 0xff_ffff },
+            Immediate::Enter { tasks: 7 },
         ];
         for message in all {
             assert_eq!(Immediate::decode(message.encode()), Some(message));
@@ -153,8 +150,14 @@ mod tests {
 
     #[test]
     fn numbers_are_whole_near_another_one() {
-        for near in [0, 5, LANES - 1, LANES, 3 * LANES + 77] {
-            for number in [near, near + 1, near + 4096, near.saturating_sub(1), near.saturating_sub(4096)] {
+        for near in [0, 5, TASKS - 1, TASKS, 3 * TASKS + 77] {
+            for number in [
+                near,
+                near + 1,
+                near + 4096,
+                near.saturating_sub(1),
+                near.saturating_sub(4096),
+            ] {
                 assert_eq!(whole(low(number), near), number, "near {near}");
             }
         }
@@ -174,8 +177,13 @@ mod tests {
             },
             chunk: u64::MAX,
         };
-        assert_eq!(Announcement::decode(&announcement.encode()).as_ref(), Some(&announcement));
+        assert_eq!(
+            Announcement::decode(&announcement.encode()).as_ref(),
+            Some(&announcement)
+        );
         assert_eq!(Announcement::decode(&[0xff; ANNOUNCEMENT]), None);
-        assert!(announcement.describe().contains("allreduce (parameter-server) of 18446744073709551615 bytes of bf16"));
+        assert!(announcement
+            .describe()
+            .contains("allreduce (parameter-server) of 18446744073709551615 bytes of bf16"));
     }
 }

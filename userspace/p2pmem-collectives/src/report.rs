@@ -84,7 +84,10 @@ pub fn times(ranks: &[RankReport]) -> (f64, f64) {
     let slowest = |call: usize| ranks.iter().map(|rank| rank.times_us[call]).fold(0.0, f64::max);
     let mut all: Vec<f64> = (0..calls).map(slowest).collect();
     all.sort_by(f64::total_cmp);
-    (all.get(calls / 2).copied().unwrap_or(0.0), all.first().copied().unwrap_or(0.0))
+    (
+        all.get(calls / 2).copied().unwrap_or(0.0),
+        all.first().copied().unwrap_or(0.0),
+    )
 }
 
 fn human(bytes: f64) -> String {
@@ -97,8 +100,16 @@ fn human(bytes: f64) -> String {
 ///
 /// Those of the output.
 pub fn print_run(out: &mut dyn Write, report: &RunReport) -> io::Result<()> {
-    let algorithm = report.algorithm.as_ref().map(|name| format!(" by {name}")).unwrap_or_default();
-    let reduction = report.reduction.as_ref().map(|name| format!(", {name}")).unwrap_or_default();
+    let algorithm = report
+        .algorithm
+        .as_ref()
+        .map(|name| format!(" by {name}"))
+        .unwrap_or_default();
+    let reduction = report
+        .reduction
+        .as_ref()
+        .map(|name| format!(", {name}"))
+        .unwrap_or_default();
     writeln!(
         out,
         "{}{algorithm} of {} of {}{reduction}, {} ranks, pieces of {}, {} at the same time",
@@ -116,11 +127,15 @@ pub fn print_run(out: &mut dyn Write, report: &RunReport) -> io::Result<()> {
         "time of the slowest rank: {median:.1?} (shortest {:.1?}), {rate:.1} MiB/s of payload",
         Duration::from_secs_f64(report.shortest_us / 1e6)
     )?;
-    writeln!(out, " {:<22} {:<10} {:<14} {:<12} {:>10} {:>10} {:>10}", "rank", "NIC", "memory", "engine", "sent", "received", "reduced")?;
+    writeln!(
+        out,
+        " {:<22} {:<10} {:<14} {:<26} {:>10} {:>10} {:>10}",
+        "rank", "NIC", "memory", "engine", "sent", "received", "reduced"
+    )?;
     for rank in &report.ranks {
         writeln!(
             out,
-            " {:<22} {:<10} {:<14} {:<12} {:>10} {:>10} {:>10}",
+            " {:<22} {:<10} {:<14} {:<26} {:>10} {:>10} {:>10}",
             rank.name,
             rank.nic,
             rank.provider.as_deref().unwrap_or("host"),
@@ -130,8 +145,18 @@ pub fn print_run(out: &mut dyn Write, report: &RunReport) -> io::Result<()> {
             human_size(rank.done.engine)
         )?;
     }
-    print_costs(out, &[("measured", report.ranks.len(), &report.measured), ("formula", report.ranks.len(), &report.formula)])?;
-    writeln!(out, "bytes of the busiest rank, relative to the formula: {:.3}", report.ratio)?;
+    print_costs(
+        out,
+        &[
+            ("measured", report.ranks.len(), &report.measured),
+            ("formula", report.ranks.len(), &report.formula),
+        ],
+    )?;
+    writeln!(
+        out,
+        "bytes of the busiest rank, relative to the formula: {:.3}",
+        report.ratio
+    )?;
     match report.verified {
         Some(true) => writeln!(out, "every byte of every result is right"),
         Some(false) => {

@@ -208,7 +208,11 @@ fn report(args: &RunArgs, ranks: Vec<RankReport>, ring: &Ring) -> Result<RunRepo
         window: args.window,
         time_us,
         shortest_us,
-        ratio: if busiest(&formula) > 0.0 { busiest(&measured) / busiest(&formula) } else { 1.0 },
+        ratio: if busiest(&formula) > 0.0 {
+            busiest(&measured) / busiest(&formula)
+        } else {
+            1.0
+        },
         measured,
         formula,
         verified: compared.map(|wrong| wrong.iter().all(|wrong| *wrong == 0)),
@@ -239,7 +243,11 @@ pub fn print_cost(args: &CostArgs, json: bool, out: &mut dyn Write) -> Result<()
             .iter()
             .map(|(name, ranks, cost)| serde_json::json!({ "name": name, "ranks": ranks, "cost": cost }))
             .collect();
-        writeln!(out, "{}", serde_json::json!({ "schema": SCHEMA, "bytes": args.size, "costs": entries }))?;
+        writeln!(
+            out,
+            "{}",
+            serde_json::json!({ "schema": SCHEMA, "bytes": args.size, "costs": entries })
+        )?;
         return Ok(());
     }
     writeln!(out, "payload of {} on each rank", human_size(args.size))?;

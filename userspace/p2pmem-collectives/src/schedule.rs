@@ -3,13 +3,13 @@
 //! The work of each rank in a collective call, as data: which piece of the payload goes to which rank, and what a rank does
 //! with a piece that arrives.
 //!
-//! The payload is cut into pieces. A *lane* is the work of one rank for one piece: a list of [`Step`]s that are executed
-//! in order. Lanes do not depend on each other, so a rank executes many of them at the same time, and the transfer of one piece
-//! overlaps with the reduction of another. All ranks have the same lanes with the same numbers.
+//! The payload is cut into pieces. A *task* is the work of one rank for one piece: a list of [`Step`]s that are executed
+//! in order. Tasks do not depend on each other, so a rank executes many of them at the same time, and the transfer of one piece
+//! overlaps with the reduction of another. All ranks have the same tasks with the same numbers.
 //!
 //! # The order of a reduction
 //!
-//! Additions of floating-point numbers are not associative. Each algorithm has a fixed order, which [`Schedule::order`]
+//! Additions of floating-point numbers are not associative. Each algorithm has a fixed order, which [`Plan::order`]
 //! returns, so a call gives the same bits in each run and on all ranks.
 
 use std::ops::Range;
@@ -20,8 +20,8 @@ use crate::element::{Element, Reduction};
 
 /// Maximum number of ranks: a round's number has 6 bits in a message.
 pub const MAX_RANKS: usize = 32;
-/// Most lanes of a call: the number of a lane has 24 bits in a message, and the lanes of two calls must differ.
-pub const MAX_LANES: u64 = 1 << 22;
+/// Most tasks of a call: the number of a task has 24 bits in a message, and the tasks of two calls must differ.
+pub const MAX_TASKS: u64 = 1 << 22;
 
 /// How an allreduce moves the payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, clap::ValueEnum)]
@@ -103,11 +103,11 @@ pub struct Call {
 pub enum Place {
     /// In the payload.
     Payload,
-    /// In the slot with this number, of the slots of the lane.
+    /// In the slot with this number, of the slots of the task.
     Slot(usize),
 }
 
-/// A step of a lane. The piece is that of the lane.
+/// A step of a task. The piece is that of the task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
     /// Starts to send the piece from the payload to a place of another rank.
@@ -119,7 +119,7 @@ pub enum Step {
         /// The round of the algorithm, from 0.
         round: u8,
     },
-    /// Waits until the next message of another rank for this lane has arrived. The sender knows its place.
+    /// Waits until the next message of another rank for this task has arrived. The sender knows its place.
     Receive {
         /// The other rank.
         from: usize,
@@ -144,7 +144,7 @@ pub enum Step {
 
 /// The work of a rank for one piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Lane {
+pub struct Task {
     /// The segment that has the piece. A payload that is not cut into segments is segment 0.
     pub segment: usize,
     /// Offset of the piece in the payload.
@@ -217,12 +217,12 @@ pub fn segment(bytes: u64, element: Element, count: usize, index: usize) -> Rang
     edge(index)..edge(index + 1)
 }
 
-/// The lanes of a rank.
+/// The tasks of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Schedule {
-    /// The lanes, by their numbers.
-    pub lanes: Vec<Lane>,
-    /// Slots of each lane.
+    /// The tasks, by their numbers.
+    pub tasks: Vec<Task>,
+    /// Slots of each task.
     pub slots: usize,
     /// The ranks that send to this rank, in ascending order.
     pub senders: Vec<usize>,
@@ -248,10 +248,16 @@ impl Plan {
         let ranks = ring.ranks();
         let size = call.element.bytes() as u64;
         if !(1..=MAX_RANKS).contains(&ranks) {
-            return Err(format!("{ranks} ranks: at least 1 and at most {MAX_RANKS} are possible"));
+            return Err(format!(
+                "{ranks} ranks: at least 1 and at most {MAX_RANKS} are possible"
+            ));
         }
         if call.root >= ranks {
-            return Err(format!("the root is rank {}, but the last rank is {}", call.root, ranks - 1));
+            return Err(format!(
+                "the root is rank {}, but the last rank is {}",
+                call.root,
+                ranks - 1
+            ));
         }
         if call.bytes == 0 || call.bytes % size != 0 || call.at % size != 0 {
             return Err(format!(
@@ -260,13 +266,15 @@ impl Plan {
             ));
         }
         if chunk < size || chunk % size != 0 {
-            return Err(format!("a chunk of {chunk} bytes: a chunk has whole elements of {size} bytes"));
+            return Err(format!(
+                "a chunk of {chunk} bytes: a chunk has whole elements of {size} bytes"
+            ));
         }
         let plan = Self { call, ring, chunk };
-        let lanes: u64 = (0..plan.segments()).map(|index| plan.pieces(index)).sum();
-        if lanes > MAX_LANES {
+        let tasks: u64 = (0..plan.segments()).map(|index| plan.pieces(index)).sum();
+        if tasks > MAX_TASKS {
             return Err(format!(
-                "{} bytes in chunks of {chunk} bytes: at most {MAX_LANES} chunks are possible; use larger chunks",
+                "{} bytes in chunks of {chunk} bytes: at most {MAX_TASKS} chunks are possible; use larger chunks",
                 call.bytes
             ));
         }
@@ -307,7 +315,7 @@ impl Plan {
         (range.end - range.start).div_ceil(self.chunk)
     }
 
-    /// Returns the segments, offsets and lengths of all pieces, by the numbers of their lanes. The first pieces of all segments
+    /// Returns the segments, offsets and lengths of all pieces, by the numbers of their tasks. The first pieces of all segments
     /// come first, so that all ranks send at the same time.
     fn cut(&self) -> Vec<(usize, u64, u64)> {
         let segments: Vec<_> = (0..self.segments()).map(|index| self.segment(index)).collect();
@@ -342,9 +350,9 @@ impl Plan {
     /// Returns the work of a rank.
     pub fn schedule(&self, rank: usize) -> Schedule {
         let cut = self.cut();
-        let lanes: Vec<Lane> = cut
+        let tasks: Vec<Task> = cut
             .into_iter()
-            .map(|(segment, at, bytes)| Lane {
+            .map(|(segment, at, bytes)| Task {
                 segment,
                 at,
                 bytes,
@@ -353,7 +361,7 @@ impl Plan {
             .collect();
         let mut senders = Vec::new();
         let mut receivers = Vec::new();
-        for step in lanes.iter().flat_map(|lane| &lane.steps) {
+        for step in tasks.iter().flat_map(|task| &task.steps) {
             match *step {
                 Step::Send { to, .. } => receivers.push(to),
                 Step::Receive { from } => senders.push(from),
@@ -365,14 +373,14 @@ impl Plan {
             peers.dedup();
         }
         Schedule {
-            lanes,
+            tasks,
             slots: self.slots(),
             senders,
             receivers,
         }
     }
 
-    /// Returns the number of slots of a lane, which is the same on all ranks.
+    /// Returns the number of slots of a task, which is the same on all ranks.
     pub fn slots(&self) -> usize {
         match self.call.collective {
             Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter => 1,
@@ -405,7 +413,14 @@ impl Plan {
         let root = self.call.root;
         if rank != root {
             let into = Place::Slot(rank);
-            return vec![Step::Send { to: root, into, round: 0 }, Step::Receive { from: root }];
+            return vec![
+                Step::Send {
+                    to: root,
+                    into,
+                    round: 0,
+                },
+                Step::Receive { from: root },
+            ];
         }
         let others = || (0..self.ranks()).filter(move |rank| *rank != root);
         let reduce = |from| {

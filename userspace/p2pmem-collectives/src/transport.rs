@@ -61,7 +61,7 @@ pub trait Transport {
     /// # Errors
     ///
     /// The connection has failed.
-    fn tell(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool>;
+    fn notify(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool>;
 
     /// Reads the last announcement of a rank.
     fn announcement(&self, from: usize) -> [u8; ANNOUNCEMENT];

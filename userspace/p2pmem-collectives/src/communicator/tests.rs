@@ -185,7 +185,11 @@ impl World {
                 _ => {
                     let execution = match &mut executions[rank] {
                         Some(execution) => execution,
-                        none => none.insert(communicator.enter(calls[rank][next[rank]]).map_err(|error| (rank, error))?),
+                        none => none.insert(
+                            communicator
+                                .enter(calls[rank][next[rank]])
+                                .map_err(|error| (rank, error))?,
+                        ),
                     };
                     let state = communicator.advance(execution);
                     let state = state.map_err(|error| (rank, communicator.fail(error)))?;
@@ -369,10 +373,19 @@ fn unequal_sizes_are_named_with_both_ranks() {
         assert!(text.contains("makes another call: call 1: allreduce"), "{text}");
         let others: Vec<usize> = (0..3).filter(|other| *other != rank).collect();
         for other in others {
-            let failure = world.communicators[other].enter(allreduce(algorithm, 4096)).err().unwrap();
-            assert!(failure.to_string().starts_with(&format!("rank {rank} stopped: rank ")), "{failure}");
+            let failure = world.communicators[other]
+                .enter(allreduce(algorithm, 4096))
+                .err()
+                .unwrap();
+            assert!(
+                failure.to_string().starts_with(&format!("rank {rank} stopped: rank ")),
+                "{failure}"
+            );
         }
-        let again = world.communicators[rank].enter(allreduce(algorithm, 4096)).err().unwrap();
+        let again = world.communicators[rank]
+            .enter(allreduce(algorithm, 4096))
+            .err()
+            .unwrap();
         assert!(!again.to_string().is_empty());
     }
 }
@@ -383,7 +396,10 @@ fn a_rank_that_does_not_come_is_named() {
     world.communicators[0].limit = Duration::ZERO;
     let error = world.communicators[0].allreduce(0, 4096, Element::F32, Reduction::Sum, Algorithm::Ring);
     let text = error.unwrap_err().to_string();
-    assert!(text.contains("rank 1 and rank 2 did not enter call 1: allreduce (ring) of 4096 bytes"), "{text}");
+    assert!(
+        text.contains("rank 1 and rank 2 did not enter call 1: allreduce (ring) of 4096 bytes"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -395,7 +411,12 @@ fn a_failed_connection_ends_the_call_of_all_ranks() {
     assert!(error.to_string().contains("the connection to rank"), "{error}");
     let other = (rank + 1) % 3;
     let failure = world.communicators[other].enter(calls[0][0]).err().unwrap();
-    assert!(failure.to_string().contains(&format!("rank {rank} stopped: the connection")), "{failure}");
+    assert!(
+        failure
+            .to_string()
+            .contains(&format!("rank {rank} stopped: the connection")),
+        "{failure}"
+    );
 }
 
 #[test]
@@ -420,14 +441,14 @@ fn impossible_calls_fail_before_anything_is_sent() {
 #[test]
 fn a_message_that_is_not_expected_ends_the_call() {
     let cases = [
-        (Immediate::piece(0, 0).encode(), "a piece of lane 0, which is not open"),
+        (Immediate::piece(0, 0).encode(), "a piece of task 0, which is not open"),
         (3 << 30, "the immediate data 0xc0000000"),
-        (Immediate::Enter { lanes: 1 }.encode(), "an invalid announcement"),
+        (Immediate::Enter { tasks: 1 }.encode(), "an invalid announcement"),
     ];
     for (immediate, what) in cases {
         let mut world = World::new(&Ring::by_rank(2), SIZES, 4);
-        // Before the call, so no lane is open.
-        world.communicators[1].transport.tell(0, None, immediate).unwrap();
+        // Before the call, so no task is open.
+        world.communicators[1].transport.notify(0, None, immediate).unwrap();
         world.network.borrow_mut().deliver(&mut |_| 0);
         let communicator = &mut world.communicators[0];
         let mut execution = communicator.enter(allreduce(Algorithm::Ring, 4096)).unwrap();

@@ -43,7 +43,9 @@ impl Network {
         let ranks = memories.len();
         Rc::new(RefCell::new(Self {
             memories,
-            messages: (0..ranks).map(|_| (0..ranks).map(|_| VecDeque::new()).collect()).collect(),
+            messages: (0..ranks)
+                .map(|_| (0..ranks).map(|_| VecDeque::new()).collect())
+                .collect(),
             acknowledgements: vec![vec![0; ranks]; ranks],
             announcements: vec![vec![[0; ANNOUNCEMENT]; ranks]; ranks],
             events: vec![Vec::new(); ranks],
@@ -135,7 +137,7 @@ impl Transport for Local {
         self.push(write.to, message)
     }
 
-    fn tell(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool> {
+    fn notify(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool> {
         let message = Message {
             piece: None,
             announcement: announcement.copied(),

@@ -9,8 +9,8 @@ use anyhow::{bail, ensure, Context, Result};
 use p2pmem_perf::memory::{Memory, MemoryOptions};
 use p2pmem_perf::wire::Window;
 use p2pmem_verbs::{
-    Access, Address, Completion, Completions, Domain, HostMemory, Nic, QueuePair, Remote, Request, Retries, Segment, Span,
-    Work,
+    Access, Address, Completion, Completions, Domain, HostMemory, Nic, QueuePair, Remote, Request, Retries, Segment,
+    Span, Work,
 };
 use serde::{Deserialize, Serialize};
 
@@ -94,8 +94,9 @@ impl Verbs {
         );
         let domain = Domain::new(nic.clone()).context("creating a protection domain")?;
         let entries = (depth + receives).saturating_mul(ranks as u32);
-        let completions = Completions::new(nic, entries)
-            .with_context(|| format!("creating a completion queue of {entries} entries on {name}: use a smaller --window"))?;
+        let completions = Completions::new(nic, entries).with_context(|| {
+            format!("creating a completion queue of {entries} entries on {name}: use a smaller --window")
+        })?;
         let memory = Memory::new(memory, &domain, bytes)?;
         let places = Span::host(2 * ranks * ANNOUNCEMENT).context("host memory for announcements")?;
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
@@ -110,11 +111,12 @@ impl Verbs {
                 endpoints.push(None);
                 continue;
             }
-            let queue = QueuePair::new(&domain, &completions, depth, receives)
-                .with_context(|| format!("creating a queue pair on {name} for {depth} writes: use a smaller --window"))?;
-            let address = queue.address(gid_index).with_context(|| {
-                format!("reading the address of {name} at GID index {gid_index}: see --gid-index")
+            let queue = QueuePair::new(&domain, &completions, depth, receives).with_context(|| {
+                format!("creating a queue pair on {name} for {depth} writes: use a smaller --window")
             })?;
+            let address = queue
+                .address(gid_index)
+                .with_context(|| format!("reading the address of {name} at GID index {gid_index}: see --gid-index"))?;
             endpoints.push(Some(Endpoint {
                 address,
                 memory: memory.window(0, bytes),
@@ -243,7 +245,7 @@ impl Transport for Verbs {
         self.post(write.to, 0, local, remote, write.immediate)
     }
 
-    fn tell(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool> {
+    fn notify(&mut self, to: usize, announcement: Option<&[u8; ANNOUNCEMENT]>, immediate: u32) -> Result<bool> {
         let peer = self.peers.get(to).and_then(Option::as_ref);
         let peer = peer.with_context(|| format!("rank {to} has no connection"))?;
         let at = to * ANNOUNCEMENT;
