@@ -202,10 +202,19 @@ mod tests {
     /// Returns whether no bfloat16 is closer to a finite value than `bits`, and `bits` is even if another one is as close.
     fn is_nearest(bits: u16, value: f64) -> bool {
         // For rounding, infinity is the value that would follow the largest one.
-        let at = |magnitude: u16| if magnitude == 0x7f80 { 2_f64.powi(128) } else { value_of(magnitude) };
+        let at = |magnitude: u16| {
+            if magnitude == 0x7f80 {
+                2_f64.powi(128)
+            } else {
+                value_of(magnitude)
+            }
+        };
         let magnitude = bits & 0x7fff;
         let distance = (at(magnitude) - value.abs()).abs();
-        let neighbours = [magnitude.checked_sub(1), Some(magnitude + 1).filter(|next| *next <= 0x7f80)];
+        let neighbours = [
+            magnitude.checked_sub(1),
+            Some(magnitude + 1).filter(|next| *next <= 0x7f80),
+        ];
         (bits >> 15 == 1) == value.is_sign_negative()
             && neighbours.into_iter().flatten().all(|other| {
                 let of_other = (at(other) - value.abs()).abs();
