@@ -233,7 +233,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             let mut found = [0; 4];
             accel.combine(op, at, 64 + at, 4, TIMEOUT)?;
             memory.read(at, &mut found)?;
-            check(&format!("{op:?} of {into:#x} and {from:#x}"), found == result.to_le_bytes())?;
+            check(
+                &format!("{op:?} of {into:#x} and {from:#x}"),
+                found == result.to_le_bytes(),
+            )?;
         }
     }
 

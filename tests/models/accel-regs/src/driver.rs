@@ -73,7 +73,10 @@ pub enum Error {
     #[error("ring {0} is in use: take another one, or disable it if its program has ended")]
     RingBusy(u32),
     /// Programs use all rings of the device.
-    #[error("all {} rings of the accelerator are in use: end a program that uses one", crate::ring::COUNT)]
+    #[error(
+        "all {} rings of the accelerator are in use: end a program that uses one",
+        crate::ring::COUNT
+    )]
     AllRingsBusy,
     /// The ring does not run any more: the device was reset, or another program disabled the ring.
     #[error("ring {0} was disabled by a reset or by another program: start again")]

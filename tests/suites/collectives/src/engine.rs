@@ -175,7 +175,11 @@ impl AccelEngine {
                 let number = self.completed + u64::from(after);
                 anyhow!("{}: job {number} ({job}) failed: {status}", self.name)
             }
-            None => anyhow!("{}: its ring stopped before job {}: {status}", self.name, self.submitted()),
+            None => anyhow!(
+                "{}: its ring stopped before job {}: {status}",
+                self.name,
+                self.submitted()
+            ),
         }
     }
 }

@@ -90,7 +90,10 @@ fn jobs_run_in_order_after_the_start() {
     span.read(0, &mut result);
     assert_eq!(f32::from_le_bytes(result), 24.0);
     assert_eq!(local.counter(Counter::RingEntries), 9);
-    assert_eq!(local.counter(Counter::HostRead) + local.counter(Counter::HostWritten), 0);
+    assert_eq!(
+        local.counter(Counter::HostRead) + local.counter(Counter::HostWritten),
+        0
+    );
 }
 
 #[test]
@@ -189,7 +192,10 @@ fn aborts_resets_and_removals_are_found_without_a_report() {
     disabled.submit(job(SUM, 0, 64, 64)).unwrap();
     disabled.start().unwrap();
     let error = wait_failure(&mut disabled);
-    assert!(error.ends_with("ring 0 was disabled by a reset or by another program: start again"), "{error}");
+    assert!(
+        error.ends_with("ring 0 was disabled by a reset or by another program: start again"),
+        "{error}"
+    );
     drop(disabled);
 
     for files in [true, false] {
@@ -204,11 +210,17 @@ fn aborts_resets_and_removals_are_found_without_a_report() {
             removed.submit(job(SUM, 0, 64, 64)).unwrap();
             removed.start().unwrap();
             let error = wait_failure(&mut removed);
-            assert!(error.ends_with("the accelerator was removed: its registers do not respond"), "{error}");
+            assert!(
+                error.ends_with("the accelerator was removed: its registers do not respond"),
+                "{error}"
+            );
         } else {
             local.remove_files();
             let error = format!("{:#}", removed.start().unwrap_err());
-            assert!(error.ends_with("the accelerator was removed: its registers do not respond"), "{error}");
+            assert!(
+                error.ends_with("the accelerator was removed: its registers do not respond"),
+                "{error}"
+            );
         }
     }
 }

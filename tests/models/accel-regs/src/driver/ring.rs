@@ -211,7 +211,7 @@ impl Accel {
         Progress::from_u64(word).ok_or(Error::Gone)
     }
 
-    /// Disables a ring, whoever uses it, and waits until it does no more accesses.
+    /// Disables a ring, also one that another program uses, and waits until it does no more accesses.
     ///
     /// # Errors
     ///
@@ -911,7 +911,10 @@ mod tests {
         }
         let reservation = accel.reserve_ring(TIMEOUT).unwrap();
         assert_eq!(reservation.number(), 0);
-        assert_eq!((0..6).map(state).collect::<Vec<u32>>(), [0, 0, State::Running as u32, 0, 0, 0]);
+        assert_eq!(
+            (0..6).map(state).collect::<Vec<u32>>(),
+            [0, 0, State::Running as u32, 0, 0, 0]
+        );
         drop(Ring::reserved(&accel, reservation, memory, RingOptions::new(1024, 4)).unwrap());
         abandoned(&accel, 7);
         accel.disable_abandoned_rings(TIMEOUT).unwrap();
@@ -975,7 +978,11 @@ mod tests {
         accel.disable_ring(3, TIMEOUT).unwrap();
         assert!(matches!(one.check(), Err(Error::RingDisabled(1))));
         match three.check() {
-            Err(Error::RingStopped { ring: 3, index: 5, status }) => assert_eq!(status, Status::Aborted),
+            Err(Error::RingStopped {
+                ring: 3,
+                index: 5,
+                status,
+            }) => assert_eq!(status, Status::Aborted),
             other => panic!("{other:?}"),
         }
     }

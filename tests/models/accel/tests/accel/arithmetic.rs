@@ -60,10 +60,18 @@ fn nearest(value: f64) -> u16 {
     let (mut below, mut above) = (0_u16, 0x7f80_u16);
     while above - below > 1 {
         let middle = below + (above - below) / 2;
-        if value_of(middle) <= magnitude { below = middle } else { above = middle }
+        if value_of(middle) <= magnitude {
+            below = middle
+        } else {
+            above = middle
+        }
     }
     // For rounding, infinity is the value that would follow the largest one.
-    let upper = if above == 0x7f80 { 2_f64.powi(128) } else { value_of(above) };
+    let upper = if above == 0x7f80 {
+        2_f64.powi(128)
+    } else {
+        value_of(above)
+    };
     let (down, up) = (magnitude - value_of(below), upper - magnitude);
     let even = if below & 1 == 0 { below } else { above };
     sign | if magnitude.is_infinite() || up < down {
@@ -77,7 +85,13 @@ fn nearest(value: f64) -> u16 {
 
 /// The maximum by the order of the bits: from negative infinity over -0 and +0 to infinity.
 fn maximum(a: u32, b: u32) -> u32 {
-    let order = |bits: u32| if bits >> 31 == 1 { -i64::from(bits & 0x7fff_ffff) - 1 } else { i64::from(bits) };
+    let order = |bits: u32| {
+        if bits >> 31 == 1 {
+            -i64::from(bits & 0x7fff_ffff) - 1
+        } else {
+            i64::from(bits)
+        }
+    };
     if f32::from_bits(a).is_nan() || f32::from_bits(b).is_nan() {
         NAN_F32
     } else if order(a) > order(b) {
@@ -180,7 +194,10 @@ fn special_values_and_ties_of_bf16() {
 fn every_bf16_is_its_own_sum_with_zero() {
     let mut bench = Bench::new();
     let all: Vec<u16> = (0..=u16::MAX).collect();
-    let expected: Vec<u16> = all.iter().map(|bits| if value_of(*bits).is_nan() { NAN_BF16 } else { *bits }).collect();
+    let expected: Vec<u16> = all
+        .iter()
+        .map(|bits| if value_of(*bits).is_nan() { NAN_BF16 } else { *bits })
+        .collect();
     // -0 is the neutral element.
     assert!(bench.bf16s(Op::AddBf16, &all, &vec![0x8000; all.len()]) == expected);
     assert!(bench.bf16s(Op::MaxBf16, &all, &all) == expected);
@@ -215,7 +232,11 @@ fn ranges_of_any_number_of_elements() {
 #[test]
 fn adjacent_ranges_do_not_overlap() {
     let mut bench = Bench::new();
-    bench.shared.memory().write(100, &[0, 0, 0x80, 0x3f, 0x80, 0x3f]).unwrap();
+    bench
+        .shared
+        .memory()
+        .write(100, &[0, 0, 0x80, 0x3f, 0x80, 0x3f])
+        .unwrap();
     bench.ok(Op::AddBf16, 102, 2, 104);
     bench.ok(Op::AddBf16, 104, 2, 102);
     assert_eq!(bench.memory(100, 6), [0, 0, 0, 0x40, 0x40, 0x40]);

@@ -83,7 +83,10 @@ impl LocalAccel {
             .unwrap();
         file.set_len(BAR0_SIZE).unwrap();
         let registers = Span::file(&file, BAR0_SIZE as usize).unwrap();
-        for (register, value) in [(reg::ID, u64::from(ID) | (u64::from(VERSION) << 32)), (reg::MEMORY_SIZE, shown)] {
+        for (register, value) in [
+            (reg::ID, u64::from(ID) | (u64::from(VERSION) << 32)),
+            (reg::MEMORY_SIZE, shown),
+        ] {
             registers.write(register as usize, &value.to_le_bytes());
         }
         let (asks, asked) = channel();
@@ -122,7 +125,8 @@ impl LocalAccel {
     /// Returns the producer index of a ring.
     pub fn tail(&self, number: u32) -> u32 {
         let mut word = [0; 4];
-        self.registers.read(ring::register(number, ring_reg::TAIL) as usize, &mut word);
+        self.registers
+            .read(ring::register(number, ring_reg::TAIL) as usize, &mut word);
         u32::from_le_bytes(word)
     }
 
@@ -153,7 +157,10 @@ impl Drop for LocalAccel {
         self.asks = None;
         for thread in [self.bridge.take(), self.server.take()] {
             let ended = thread.unwrap().join();
-            assert!(ended.is_ok() || std::thread::panicking(), "a thread of the accelerator failed");
+            assert!(
+                ended.is_ok() || std::thread::panicking(),
+                "a thread of the accelerator failed"
+            );
         }
     }
 }
@@ -231,13 +238,17 @@ impl Bridge {
             self.store(register(ring_reg::TAIL), &head);
         }
         if enable != seen.enabled {
-            self.client.write(0, register(ring_reg::CONTROL), &value.to_le_bytes()).unwrap();
+            self.client
+                .write(0, register(ring_reg::CONTROL), &value.to_le_bytes())
+                .unwrap();
             (seen.enabled, seen.ending) = (enable, !enable);
             changed = true;
         }
         let tail = self.load32(register(ring_reg::TAIL));
         if enable && tail != seen.tail {
-            self.client.write(0, register(ring_reg::TAIL), &tail.to_le_bytes()).unwrap();
+            self.client
+                .write(0, register(ring_reg::TAIL), &tail.to_le_bytes())
+                .unwrap();
             seen.tail = tail;
             changed = true;
         }
