@@ -1,3 +1,3 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Part of the group of ranks.
+//! The directory of a job that `mpirun` or `srun --mpi=pmix` started.
