@@ -30,13 +30,18 @@ fn options(rank: usize, limit: Duration) -> GroupOptions {
 
 /// Runs `body` for each rank of a group. Returns the results in the order of the ranks.
 fn each_rank<T: Send>(ranks: usize, body: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let body = &body;
+    let (body, joined) = (&body, &Gate::new(ranks));
     thread::scope(|scope| {
         let all: Vec<_> = LocalDirectory::job(ranks)
             .into_iter()
             .enumerate()
             .map(|(rank, directory)| {
-                scope.spawn(move || body(Group::join(Box::new(directory), &options(rank, LIMIT)).unwrap()))
+                scope.spawn(move || {
+                    let group = Group::join(Box::new(directory), &options(rank, LIMIT)).unwrap();
+                    // If a rank ended earlier, others could not join.
+                    joined.wait();
+                    body(group)
+                })
             })
             .collect();
         all.into_iter().map(|rank| rank.join().unwrap()).collect()
