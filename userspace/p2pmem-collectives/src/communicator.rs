@@ -130,7 +130,7 @@ impl Members for Group {
     }
 
     fn progress(&self, limit: Duration) -> Vec<Option<u64>> {
-        Group::progress(self, limit).unwrap_or_else(|_| vec![None; Group::ranks(self)])
+        Group::progress(self, limit)
     }
 }
 

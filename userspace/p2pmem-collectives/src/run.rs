@@ -49,7 +49,7 @@ pub fn run(args: &RunArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dy
         limit: args.timeout,
         ..GroupOptions::default()
     };
-    let group = Group::join(Box::new(directory), options)?;
+    let group = Group::join(Box::new(directory), &options)?;
     let (report, group) = measure(args, open_engine, group)?;
     let verified = report.verified != Some(false);
     let is_first = group.rank() == 0;
