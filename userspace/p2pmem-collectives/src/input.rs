@@ -16,9 +16,9 @@ fn input(element: Element, seed: u64, rank: usize, range: std::ops::Range<u64>) 
     let size = element.bytes() as u64;
     let mut bytes = Vec::with_capacity((range.end - range.start) as usize);
     for index in range.start / size..range.end / size {
-        let mut mixed = seed ^ (rank as u64) << 48 ^ index;
-        mixed = (mixed ^ mixed >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        let mut mixed = seed ^ ((rank as u64) << 48) ^ index;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         // 20 bits of mantissa, one sign, and an exponent of 2^-4 to 2^3.
         let mantissa = (mixed >> 44) as f32 / (1 << 20) as f32 - 0.5;
         let number = mantissa * [0.0625, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0][(mixed & 7) as usize];

@@ -43,9 +43,9 @@ impl Immediate {
     /// Returns the number.
     pub fn encode(self) -> u32 {
         match self {
-            Self::Piece { task, round } => u32::from(round) << TASK_BITS | task,
-            Self::Open { tasks } => 1 << 30 | tasks,
-            Self::Enter { tasks } => 2 << 30 | tasks,
+            Self::Piece { task, round } => (u32::from(round) << TASK_BITS) | task,
+            Self::Open { tasks } => (1 << 30) | tasks,
+            Self::Enter { tasks } => (2 << 30) | tasks,
         }
     }
 
@@ -143,7 +143,7 @@ mod tests {
         for message in all {
             assert_eq!(Immediate::decode(message.encode()), Some(message));
         }
-        for number in [3 << 30, 1 << 30 | 1 << 24, 2 << 30 | 1 << 29] {
+        for number in [3 << 30, (1 << 30) | (1 << 24), (2 << 30) | (1 << 29)] {
             assert_eq!(Immediate::decode(number), None);
         }
     }
