@@ -29,8 +29,15 @@ fn in_sandbox() -> bool {
 
 /// Runs a job of three ranks. Returns `None` if there is no `mpirun`.
 fn run(part: &str) -> Option<Output> {
-    if !Command::new("mpirun").arg("--version").output().is_ok_and(|out| out.status.success()) {
-        assert!(!in_sandbox(), "in the sandbox this test must run, but there is no mpirun");
+    if !Command::new("mpirun")
+        .arg("--version")
+        .output()
+        .is_ok_and(|out| out.status.success())
+    {
+        assert!(
+            !in_sandbox(),
+            "in the sandbox this test must run, but there is no mpirun"
+        );
         eprintln!("skipped: there is no mpirun");
         return None;
     }
@@ -57,8 +64,11 @@ fn run(part: &str) -> Option<Output> {
 fn lines(out: &Output) -> Vec<String> {
     let text = String::from_utf8_lossy(&out.stdout);
     // The test harness may write on the same line.
-    let mut lines: Vec<String> =
-        text.lines().filter_map(|line| line.split_once("rank> ")).map(|(_, line)| line.to_owned()).collect();
+    let mut lines: Vec<String> = text
+        .lines()
+        .filter_map(|line| line.split_once("rank> "))
+        .map(|(_, line)| line.to_owned())
+        .collect();
     lines.sort();
     lines
 }
@@ -80,7 +90,11 @@ fn rank_of_a_job() {
         }
         return;
     }
-    let limit = if part == "missing" { Duration::from_secs(4) } else { LIMIT };
+    let limit = if part == "missing" {
+        Duration::from_secs(4)
+    } else {
+        LIMIT
+    };
     let options = GroupOptions {
         limit,
         host: Some(format!("node-{rank}")),
@@ -130,11 +144,19 @@ fn ranks_of_mpirun_find_each_other() {
 #[test]
 fn a_rank_that_does_not_join_is_named() {
     let Some(out) = run("missing") else { return };
-    assert_eq!(lines(&out), [0, 1].map(|rank| format!("{rank}: rank 2 did not join within 4s")), "{out:?}");
+    assert_eq!(
+        lines(&out),
+        [0, 1].map(|rank| format!("{rank}: rank 2 did not join within 4s")),
+        "{out:?}"
+    );
 }
 
 #[test]
 fn the_others_survive_a_killed_rank_and_name_it() {
     let Some(out) = run("killed") else { return };
-    assert_eq!(lines(&out), [0, 2].map(|rank| format!("{rank}: rank 1 (node-1) ended")), "{out:?}");
+    assert_eq!(
+        lines(&out),
+        [0, 2].map(|rank| format!("{rank}: rank 1 (node-1) ended")),
+        "{out:?}"
+    );
 }
