@@ -78,11 +78,6 @@ fn lock() -> MutexGuard<'static, Table> {
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns whether no call is under way.
-pub(crate) fn is_idle() -> bool {
-    lock().entries.is_empty()
-}
-
 /// A call that is under way.
 pub(crate) struct Request {
     functions: &'static Functions,
