@@ -9,8 +9,11 @@
 import socket
 import subprocess
 import sys
+import time
 
 PORT = 7222
+# Longest wait until the other node serves, in seconds.
+LIMIT = 30
 
 
 def serve():
@@ -21,8 +24,20 @@ def serve():
     sys.exit(code)
 
 
+def connect(address):
+    """Returns a connection to a node, which may start to serve later than this."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        try:
+            return socket.create_connection((address, PORT))
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
 def call(address, command):
-    with socket.create_connection((address, PORT)) as peer:
+    with connect(address) as peer:
         peer.sendall(command.encode() + b"\n")
         peer.recv(1)
 

@@ -372,8 +372,12 @@ pub struct StaleRunArgs {
     pub seed: u64,
 }
 
-/// Parses a time limit.
-pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+/// Parses a time limit in seconds.
+///
+/// # Errors
+///
+/// The text is no number, or the time is too short or too long.
+pub fn seconds(text: &str) -> Result<Duration, String> {
     let seconds: f64 = text.parse().map_err(|_| "specify a number of seconds".to_owned())?;
     match Duration::try_from_secs_f64(seconds) {
         Ok(limit) if limit >= Duration::from_millis(1) && limit <= Duration::from_secs(86400) => Ok(limit),

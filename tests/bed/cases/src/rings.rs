@@ -2,6 +2,7 @@
 
 //! Rings of work of the accelerator, in buffers that the module allocated.
 
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -10,15 +11,24 @@ use p2pmem_accel_regs::ring::{Entry, Place};
 use p2pmem_accel_regs::{Counter, Op, Status, pattern_word};
 
 use super::peer::Held;
-use super::{Bed, Case};
+use super::{Bed, Case, write};
 
-pub(super) const CASES: &[Case] = &[Case {
-    name: "accel-rings",
-    about: "rings in a buffer run operations, wait for each other, and report to the buffer and to host memory",
-    topology: "small",
-    ruins: false,
-    run: rings,
-}];
+pub(super) const CASES: &[Case] = &[
+    Case {
+        name: "accel-rings",
+        about: "rings in a buffer run operations, wait for each other, and report to the buffer and to host memory",
+        topology: "small",
+        ruins: false,
+        run: rings,
+    },
+    Case {
+        name: "accel-ring-of-a-removed-device",
+        about: "the driver accesses no register after the kernel has removed the device, and reserves the ring again after a rescan",
+        topology: "small",
+        ruins: false,
+        run: removed,
+    },
+];
 
 /// Bytes of the buffer.
 const SIZE: usize = 256 << 10;
@@ -78,6 +88,18 @@ fn rings(bed: &mut Bed) -> Result<()> {
 
     let mut ping = Ring::new(&accel, 0, &memory, RingOptions::new(base, ENTRIES))?;
     let mut pong = Ring::new(&accel, 1, &memory, RingOptions::new(base + SECOND, ENTRIES))?;
+    let other = Accel::open(&bed.device("accel0")?.bdf)?;
+    let taken = Ring::new(&other, 1, &memory, RingOptions::new(base, ENTRIES)).map(drop);
+    ensure!(
+        matches!(taken, Err(driver::Error::RingBusy(1))),
+        "a ring with two programs: {taken:?}"
+    );
+    let third = other.reserve_ring(TIMEOUT)?;
+    ensure!(third.number() == 2, "{third:?} instead of the first free ring");
+    other.disable_abandoned_rings(TIMEOUT)?;
+    ping.check()
+        .and_then(|()| pong.check())
+        .context("after a reservation")?;
     ping.push(&Entry::new(Op::Pattern, base + DATA, LEN, 5))?;
     let last = ping.push(&Entry::new(Op::Crc32c, base + DATA, LEN, 0).with_result(base + WORDS + 64))?;
     ping.doorbell()?;
@@ -154,5 +176,37 @@ fn rings(bed: &mut Bed) -> Result<()> {
         .context("a report to host memory")?;
     let stored = host.load64(8)?;
     ensure!(stored == 0x1122_3344_5566_7788, "the store wrote {stored:#x}");
+    Ok(())
+}
+
+fn removed(bed: &mut Bed) -> Result<()> {
+    let device = bed.device("accel0")?;
+    let (bdf, sysfs) = (device.bdf.clone(), device.sysfs());
+    let accel = Accel::open(&bdf)?;
+    let memory = BufferMemory(Held::new(bed, "accel0", SIZE)?);
+    let ring = Ring::new(
+        &accel,
+        0,
+        &memory,
+        RingOptions::new(memory.0.buffer.bar_offset, ENTRIES),
+    )?;
+    ring.check()?;
+    ensure!(accel.is_present());
+    write(&sysfs.join("remove"), "1")?;
+    // An access to a register would end this program by SIGBUS.
+    for what in [ring.check(), accel.disable_ring(0, TIMEOUT)] {
+        ensure!(matches!(what, Err(driver::Error::Gone)), "after the removal: {what:?}");
+    }
+    write(Path::new("/sys/bus/pci/rescan"), "1")?;
+    bed.publish("accel0")?;
+    ensure!(
+        !accel.is_present(),
+        "the device after the rescan is not the one that was opened"
+    );
+    drop(ring);
+    let next = Accel::open(&bdf)?;
+    ensure!(next.is_present());
+    let reservation = next.reserve_ring(TIMEOUT)?;
+    ensure!(reservation.number() == 0, "{reservation:?} instead of the first ring");
     Ok(())
 }

@@ -218,6 +218,28 @@ fn main() -> Result<(), Box<dyn Error>> {
         copied[3..11] == 0x1122_3344_5566_7788_u64.to_le_bytes() && copied[16..20] == data[16..20],
     )?;
 
+    let (one, two, nan) = (0x3f80_0000_u32, 0x4000_0000_u32, 0xffc0_0001_u32);
+    // Operands, sum and maximum. As bfloat16, each is two elements, of which the lower one is 0 or, in the NaN, 1 subnormal.
+    let cases = [
+        (Op::AddF32, [(one, one, two), (nan, one, 0x7fc0_0000)]),
+        (Op::MaxF32, [(one, two, two), (0x8000_0000, 0, 0)]),
+        (Op::AddBf16, [(one, one, two), (nan, 1, 0x7fc0_0002)]),
+        (Op::MaxBf16, [(one, two, two), (nan, 0, 0x7fc0_0001)]),
+    ];
+    for (op, cases) in cases {
+        for (at, (into, from, result)) in (0_u64..).step_by(4).zip(cases) {
+            memory.write(at, &into.to_le_bytes())?;
+            memory.write(64 + at, &from.to_le_bytes())?;
+            let mut found = [0; 4];
+            accel.combine(op, at, 64 + at, 4, TIMEOUT)?;
+            memory.read(at, &mut found)?;
+            check(
+                &format!("{op:?} of {into:#x} and {from:#x}"),
+                found == result.to_le_bytes(),
+            )?;
+        }
+    }
+
     const POINTS: usize = 64;
     let signal: Vec<u8> = (0..POINTS * 4)
         .flat_map(|i| {

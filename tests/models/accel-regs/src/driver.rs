@@ -4,7 +4,8 @@
 //! completion.
 //!
 //! Several programs can use one accelerator: each submission holds a lock on the register file of the device. The
-//! counters belong to the device, so they include the commands of other programs. A [`Ring`] belongs to one program.
+//! counters belong to the device, so they include the commands of other programs. A [`Ring`] belongs to one program, which holds a
+//! lock on the registers of the ring. The lock ends with the program, so that others can take the ring.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -23,6 +24,7 @@ mod ring;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -31,7 +33,7 @@ use rustix::fs::FlockOperation;
 
 use crate::{BAR0_SIZE, Counter, DEVICE_ID, ID, Op, Status, VENDOR_ID, VERSION, flags, reg, result_entry};
 
-pub use ring::{EntryResult, Report, Ring, RingMemory, RingOptions};
+pub use ring::{EntryResult, Report, Reservation, Ring, RingMemory, RingOptions};
 
 /// Bus master enable bit of the PCI command register.
 const BUS_MASTER: u8 = 1 << 2;
@@ -70,6 +72,15 @@ pub enum Error {
     /// Another program uses the ring, or a program left it running.
     #[error("ring {0} is in use: take another one, or disable it if its program has ended")]
     RingBusy(u32),
+    /// Programs use all rings of the device.
+    #[error(
+        "all {} rings of the accelerator are in use: end a program that uses one",
+        crate::ring::COUNT
+    )]
+    AllRingsBusy,
+    /// The ring does not run any more: the device was reset, or another program disabled the ring.
+    #[error("ring {0} was disabled by a reset or by another program: start again")]
+    RingDisabled(u32),
     /// All entries of the ring wait for the device.
     #[error("ring {0} is full: wait for an entry")]
     RingFull(u32),
@@ -86,9 +97,12 @@ pub enum Error {
     /// A command did not complete in time, or another program held the lock too long.
     #[error("{0} did not complete within {1:?}")]
     Timeout(&'static str, Duration),
-    /// The device was removed: registers read as all ones.
+    /// The device was removed: registers read as all ones, or the kernel has removed its files.
     #[error("the accelerator was removed: its registers do not respond")]
     Gone,
+    /// The memory of a ring cannot be accessed, for instance because its provider was removed.
+    #[error("the memory of the ring cannot be accessed: {0}")]
+    Memory(String),
     /// A range exceeds the buffer or the memory of the device.
     #[error("range exceeds the buffer or the accelerator's memory")]
     OutOfBounds,
@@ -150,6 +164,8 @@ pub struct Accel {
     function: PciFunction,
     /// File of the registers; its lock serializes submissions.
     registers_file: File,
+    /// Number of the file's inode, which the kernel does not use again.
+    inode: u64,
     registers: Mapping,
     memory_size: u64,
 }
@@ -165,7 +181,12 @@ impl Accel {
         Self::open_in(Path::new("/sys/bus/pci/devices"), bdf)
     }
 
-    fn open_in(devices: &Path, bdf: &str) -> Result<Self, Error> {
+    /// As [`Accel::open`], with the folder that has the devices, for tests without such a device.
+    ///
+    /// # Errors
+    ///
+    /// See [`Error`].
+    pub fn open_in(devices: &Path, bdf: &str) -> Result<Self, Error> {
         let function = PciFunction::open(devices, bdf, VENDOR_ID, DEVICE_ID)?;
         let (registers_file, registers) = function.map(0, BAR0_SIZE)?;
         let (id, version) = (registers.load32(reg::ID)?, registers.load32(reg::VERSION)?);
@@ -177,12 +198,24 @@ impl Accel {
             return Err(Error::NotAnAccelerator(bdf.to_owned(), what));
         }
         let memory_size = registers.load64(reg::MEMORY_SIZE)?;
+        let inode = registers_file.metadata().map_err(|error| Error::File {
+            path: function.path("resource0"),
+            error,
+        })?;
         Ok(Self {
             function,
             registers_file,
+            inode: inode.ino(),
             registers,
             memory_size,
         })
+    }
+
+    /// Returns whether the device still has its files in sysfs. After the kernel has removed them, accesses to registers raise
+    /// SIGBUS. Does not access the device.
+    pub fn is_present(&self) -> bool {
+        let found = std::fs::metadata(self.function.path("resource0"));
+        found.is_ok_and(|found| found.ino() == self.inode)
     }
 
     /// Returns the size of BAR2 in bytes.
@@ -373,6 +406,20 @@ impl Accel {
     /// See [`Accel::run`].
     pub fn copy(&self, from: u64, to: u64, length: u64, timeout: Duration) -> Result<(), Error> {
         self.run(Op::Copy, 0, to, length, from, timeout).map(drop)
+    }
+
+    /// Combines elements: each element of the range at `into` becomes the result of `op` of itself and of the element of the
+    /// range at `from`. `op` is an addition or a maximum, such as [`Op::AddBf16`].
+    ///
+    /// # Errors
+    ///
+    /// See [`Accel::run`]. [`Status::BadOperation`] for other operations.
+    pub fn combine(&self, op: Op, into: u64, from: u64, length: u64, timeout: Duration) -> Result<(), Error> {
+        if op.element().is_none() {
+            let status = Status::BadOperation;
+            return Err(Error::Command { op, status });
+        }
+        self.run(op, 0, into, length, from, timeout).map(drop)
     }
 
     /// Transfers data from a bus address to the memory of the device, by DMA.

@@ -64,6 +64,12 @@ pub const DMA_MAX: u64 = 1 << 30;
 /// Maximum length of [`Op::CopyBlock`] in bytes.
 pub const BLOCK_MAX: u64 = 64 << 10;
 
+/// Bits of each result of an addition or a maximum of f32 values that is NaN, so that results do not depend on the order of
+/// operands.
+pub const NAN_F32: u32 = 0x7fc0_0000;
+/// As [`NAN_F32`], of bfloat16 values.
+pub const NAN_BF16: u16 = 0x7fc0;
+
 /// Bytes that [`Op::Timestamp`] writes: u64 nanoseconds since the device was created, u64 argument.
 pub const TIMESTAMP_SIZE: u64 = 16;
 
@@ -177,7 +183,7 @@ pub enum Op {
     /// number of points of each. The forward transform is not scaled; the inverse is scaled by 1/points.
     Fft = 6,
     /// Adds f32 values: range += the range of the same length at the offset in the argument. The ranges must not
-    /// overlap.
+    /// overlap. A result that is NaN is [`NAN_F32`].
     AddF32 = 7,
     /// DMA from the bus address in the argument to the range.
     DmaIn = 8,
@@ -204,11 +210,18 @@ pub enum Op {
     /// Writes the device's clock and the argument to the range of [`TIMESTAMP_SIZE`] bytes at OFFSET, which must be
     /// aligned to 8 bytes. The result is the clock.
     Timestamp = 17,
+    /// As [`Op::AddF32`], of bfloat16 values: adds them as f32 values, and rounds each sum to nearest, ties to even. A result
+    /// that is NaN is [`NAN_BF16`].
+    AddBf16 = 18,
+    /// As [`Op::AddF32`], but each result is the larger value: [`NAN_F32`] if one of both is NaN, and +0 of +0 and -0.
+    MaxF32 = 19,
+    /// As [`Op::MaxF32`], of bfloat16 values. A result that is NaN is [`NAN_BF16`].
+    MaxBf16 = 20,
 }
 
 impl Op {
     /// All operations.
-    pub const ALL: [Op; 17] = [
+    pub const ALL: [Op; 20] = [
         Op::Nop,
         Op::Fill,
         Op::Pattern,
@@ -226,6 +239,9 @@ impl Op {
         Op::PollNor,
         Op::PollGeq,
         Op::Timestamp,
+        Op::AddBf16,
+        Op::MaxF32,
+        Op::MaxBf16,
     ];
 
     /// Converts a value of [`reg::OP`].
@@ -236,6 +252,15 @@ impl Op {
     /// Returns the value of [`reg::FEATURES`].
     pub fn features() -> u32 {
         Op::ALL.into_iter().fold(0, |bits, op| bits | (1 << op as u32))
+    }
+
+    /// Returns the size in bytes of the elements of an addition or a maximum. `None` if the operation is neither.
+    pub const fn element(self) -> Option<u64> {
+        match self {
+            Op::AddF32 | Op::MaxF32 => Some(4),
+            Op::AddBf16 | Op::MaxBf16 => Some(2),
+            _ => None,
+        }
     }
 
     /// Returns the flags that the operation accepts, wherever it is submitted.
@@ -342,9 +367,9 @@ impl core::fmt::Display for Status {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Counter {
-    /// Bytes of BAR2 read by compute operations (copy, checksum, FFT, addition).
+    /// Bytes of BAR2 read by compute operations (copy, checksum, FFT, addition, maximum).
     ComputeRead = 0,
-    /// Bytes of BAR2 written by compute operations (fill, pattern, copy, FFT, addition).
+    /// Bytes of BAR2 written by compute operations (fill, pattern, copy, FFT, addition, maximum).
     ComputeWritten,
     /// Bytes of BAR2 read by the DMA engine.
     EngineRead,
@@ -484,7 +509,7 @@ mod tests {
             assert_eq!(Status::from_u32(status as u32), Some(status));
         }
         assert_eq!(Op::from_u32(0), None);
-        assert_eq!(Op::from_u32(18), None);
+        assert_eq!(Op::from_u32(21), None);
         assert_eq!(Status::from_u32(0), None);
         assert_eq!(Status::from_u32(14), None);
     }

@@ -229,6 +229,31 @@ impl Entry {
         }
     }
 
+    /// [`Op::AddF32`]: adds the values at `from` to those at `offset`.
+    pub const fn add_f32(offset: u64, from: u64, length: u64) -> Self {
+        Self::new(Op::AddF32, offset, length, from)
+    }
+
+    /// [`Op::AddBf16`].
+    pub const fn add_bf16(offset: u64, from: u64, length: u64) -> Self {
+        Self::new(Op::AddBf16, offset, length, from)
+    }
+
+    /// [`Op::MaxF32`].
+    pub const fn max_f32(offset: u64, from: u64, length: u64) -> Self {
+        Self::new(Op::MaxF32, offset, length, from)
+    }
+
+    /// [`Op::MaxBf16`].
+    pub const fn max_bf16(offset: u64, from: u64, length: u64) -> Self {
+        Self::new(Op::MaxBf16, offset, length, from)
+    }
+
+    /// [`Op::Copy`]: copies from the offset `from` to `offset`, both in BAR2.
+    pub const fn copy(offset: u64, from: u64, length: u64) -> Self {
+        Self::new(Op::Copy, offset, length, from)
+    }
+
     /// [`Op::DmaIn`]: from a bus address to BAR2.
     pub const fn dma_in(address: u64, offset: u64, length: u64) -> Self {
         Self::new(Op::DmaIn, offset, length, address)
@@ -396,7 +421,7 @@ mod tests {
         assert!(Entry::decode(&good).is_ok());
         for (at, value, status) in [
             (entry::OP, 0, Status::BadOperation),
-            (entry::OP, 18, Status::BadOperation),
+            (entry::OP, 21, Status::BadOperation),
             (entry::OP + 3, 1, Status::BadOperation),
             (entry::FLAGS, flags::INVERSE as u8, Status::BadOperation),
             (entry::FLAGS, flags::SOURCE_BUS as u8, Status::BadOperation),

@@ -16,6 +16,7 @@ use p2pmem_vfio_user::{DmaError, Memory, Target};
 use tracing::{debug, warn};
 
 use super::Shared;
+use super::arithmetic;
 use super::backoff::Pause;
 use super::port::Port;
 use super::queue::Command;
@@ -123,7 +124,19 @@ impl<'a> Executor<'a> {
             Op::Fft => self.fft(job, range()?, argument, command.flags & flags::INVERSE != 0),
             Op::AddF32 => {
                 let to = range()?;
-                self.add_f32(job, to, source()?)
+                self.combine(job, to, source()?, arithmetic::add_f32)
+            }
+            Op::AddBf16 => {
+                let to = range()?;
+                self.combine(job, to, source()?, arithmetic::add_bf16)
+            }
+            Op::MaxF32 => {
+                let to = range()?;
+                self.combine(job, to, source()?, arithmetic::max_f32)
+            }
+            Op::MaxBf16 => {
+                let to = range()?;
+                self.combine(job, to, source()?, arithmetic::max_bf16)
             }
             Op::DmaIn | Op::DmaOut => self.dma(job, op, range()?, argument),
             Op::Fence => {
@@ -261,28 +274,38 @@ impl<'a> Executor<'a> {
         Ok(0)
     }
 
-    fn add_f32(&mut self, job: &Job<'_>, to: Range, from: Range) -> Result<u64, Status> {
-        if to.start % 4 != 0 || from.start % 4 != 0 {
+    /// Replaces each element of `to`, of `N` bytes, by the result of `operation` of this element and of that of `from`.
+    fn combine<const N: usize>(
+        &mut self,
+        job: &Job<'_>,
+        to: Range,
+        from: Range,
+        operation: impl Fn([u8; N], [u8; N]) -> [u8; N],
+    ) -> Result<u64, Status> {
+        let size = N as u64;
+        if to.start % size != 0 || from.start % size != 0 {
             return Err(Status::BadAlignment);
         }
-        if to.len % 4 != 0 {
+        if to.len % size != 0 {
             return Err(Status::BadLength);
         }
         if to.overlaps(from) {
             return Err(Status::BadArgument);
         }
         self.for_each_chunk(job, to, CHUNK_SIZE, |this, at, len| {
-            let mut sum = std::mem::take(&mut this.buffer);
-            let mut add = std::mem::take(&mut this.operand);
-            this.load(at, &mut sum, len)?;
-            this.load(from.start + (at - to.start), &mut add, len)?;
-            for (a, b) in sum.chunks_exact_mut(4).zip(add.chunks_exact(4)) {
-                let value = f32::from_le_bytes([a[0], a[1], a[2], a[3]]) + f32::from_le_bytes([b[0], b[1], b[2], b[3]]);
-                a.copy_from_slice(&value.to_le_bytes());
+            let mut into = std::mem::take(&mut this.buffer);
+            let mut operand = std::mem::take(&mut this.operand);
+            this.load(at, &mut into, len)?;
+            this.load(from.start + (at - to.start), &mut operand, len)?;
+            for (a, b) in into.chunks_exact_mut(N).zip(operand.chunks_exact(N)) {
+                let (mut left, mut right) = ([0; N], [0; N]);
+                left.copy_from_slice(a);
+                right.copy_from_slice(b);
+                a.copy_from_slice(&operation(left, right));
             }
-            let result = this.store(at, &sum);
-            this.buffer = sum;
-            this.operand = add;
+            let result = this.store(at, &into);
+            this.buffer = into;
+            this.operand = operand;
             result
         })?;
         Ok(0)

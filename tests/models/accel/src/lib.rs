@@ -10,6 +10,7 @@
 // Compile and run the README's example as a doctest.
 #![cfg_attr(doctest, doc = include_str!("../README.md"))]
 
+mod arithmetic;
 mod backoff;
 mod counters;
 mod engine;

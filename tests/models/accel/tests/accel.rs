@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Tests of the accelerator over vfio-user: registers, commands, errors, DMA, interrupts, counters, rings.
+//! Tests of the accelerator over vfio-user: registers, commands, errors, arithmetic, DMA, interrupts, counters, rings.
 
+#[path = "accel/arithmetic.rs"]
+mod arithmetic;
 #[path = "accel/rings.rs"]
 mod rings;
 
@@ -293,6 +295,20 @@ fn invalid_parameters_end_with_error_status() {
         (Op::AddF32, 0, 64, 32, Status::BadArgument),
         (Op::AddF32, 2, 64, 128, Status::BadAlignment),
         (Op::AddF32, 0, 62, 128, Status::BadLength),
+        (Op::AddF32, 0, 64, 126, Status::BadAlignment),
+        (Op::AddF32, 0, 64, SIZE - 32, Status::BadRange),
+        (Op::MaxF32, 4, 4, 4, Status::BadArgument),
+        (Op::MaxF32, 2, 64, 128, Status::BadAlignment),
+        (Op::MaxF32, 0, 62, 128, Status::BadLength),
+        (Op::AddBf16, 0, 64, 62, Status::BadArgument),
+        (Op::AddBf16, 62, 64, 0, Status::BadArgument),
+        (Op::AddBf16, 1, 64, 128, Status::BadAlignment),
+        (Op::AddBf16, 0, 64, 127, Status::BadAlignment),
+        (Op::AddBf16, 0, 63, 128, Status::BadLength),
+        (Op::AddBf16, 0, 0, 128, Status::BadLength),
+        (Op::MaxBf16, 0, 2, 0, Status::BadArgument),
+        (Op::MaxBf16, 0, 1, 128, Status::BadLength),
+        (Op::MaxBf16, SIZE - 2, 4, 0, Status::BadRange),
         (Op::DmaIn, 0, 64, u64::MAX - 8, Status::BadArgument),
         (Op::DmaIn, 0, 64, 0, Status::BusMasterOff),
         (Op::DmaOut, SIZE, 64, 0, Status::BadRange),
@@ -320,7 +336,7 @@ fn invalid_parameters_end_with_error_status() {
         let seq = bench.submit(op, flags, 0, 8, 0);
         assert_eq!(bench.wait(seq).0, status, "{op} {flags:#x}");
     }
-    assert_eq!(bench.counter(Counter::CommandsFailed), 27);
+    assert_eq!(bench.counter(Counter::CommandsFailed), 41);
     assert_eq!(bench.counter(Counter::ComputeWritten), 0);
     assert_eq!(bench.run(Op::Nop, 0, 0, 0).0, Status::Ok);
 }
@@ -508,7 +524,7 @@ proptest! {
     /// Each command with arbitrary values gets a result, and the device keeps working.
     #[test]
     fn arbitrary_command_completes(
-        op in 0_u32..20,
+        op in 0_u32..23,
         flags in prop_oneof![Just(0_u32), Just(1), any::<u32>()],
         offset in prop_oneof![0..2 * SIZE, any::<u64>()],
         length in prop_oneof![0_u64..70_000, any::<u64>()],

@@ -9,7 +9,6 @@ use anyhow::{Context, Result};
 use p2pmem::rdma::Nic;
 use p2pmem::{Buffer, Client, Device, Mapping, Request};
 use p2pmem_accel_regs::driver::{self, Accel, RingMemory};
-use p2pmem_accel_regs::ring;
 use p2pmem_async::memory::MemorySource;
 
 /// The time limit for the end of a ring's entry in progress.
@@ -33,8 +32,8 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// Opens a NIC by its name, and an accelerator by its PCI address. Disables rings of the accelerator that an earlier
-    /// program left running: no other program may use them.
+    /// Opens a NIC by its name, and an accelerator by its PCI address. Disables rings of the accelerator that killed programs
+    /// left running.
     ///
     /// # Errors
     ///
@@ -49,9 +48,7 @@ impl Hardware {
             .with_context(|| format!("the memory of {accel} is not published"))?
             .id;
         let accel = Arc::new(Accel::open(accel)?);
-        for ring in 0..ring::COUNT {
-            accel.disable_ring(ring, RING_LIMIT)?;
-        }
+        accel.disable_abandoned_rings(RING_LIMIT)?;
         Ok(Self {
             nic,
             name: name.to_owned(),

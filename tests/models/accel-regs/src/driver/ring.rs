@@ -22,17 +22,23 @@
 //! ```
 
 use std::borrow::Borrow;
+use std::fs::File;
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use super::{Accel, DeviceMemory, Error, Poll};
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+
+use super::{Accel, DeviceMemory, Error, Lock, Poll};
 use crate::ring::{self, Entry, Progress, State, control, reg};
 use crate::{RESULT_SIZE, Status};
 
 /// Maximum time that dropping a ring waits for its entry in progress.
 const DROP_TIMEOUT: Duration = Duration::from_secs(2);
-/// Maximum time to wait for another program that sets up a ring, and for the start of a ring.
+/// Maximum time to wait for another program that reserves a ring, and for the start of a ring.
 const START_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A mapping of the accelerator's memory, or of the part of it that a ring uses. Offsets are offsets in BAR2.
@@ -153,12 +159,32 @@ pub struct EntryResult {
     pub value: u64,
 }
 
+/// The right of this program to use a ring: no other reservation of this ring exists, in any program.
+///
+/// The reservation is a lock on the ring's registers in the file of BAR0. The kernel releases it when the program ends, however
+/// it ends.
+#[derive(Debug)]
+pub struct Reservation {
+    number: u32,
+    /// An open file of its own, so that reservations of one program exclude each other too.
+    _file: File,
+}
+
+impl Reservation {
+    /// Returns the number of the ring.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+}
+
 /// A ring that belongs to this program. Dropping it disables the ring.
 #[derive(Debug)]
 pub struct Ring<A: Borrow<Accel>, M: RingMemory> {
     accel: A,
     memory: M,
     number: u32,
+    /// Released after the ring was disabled.
+    _reservation: Reservation,
     options: RingOptions,
     /// Index of the next entry.
     tail: u32,
@@ -185,13 +211,16 @@ impl Accel {
         Progress::from_u64(word).ok_or(Error::Gone)
     }
 
-    /// Disables a ring, also one that a program left running, and waits until it does no more accesses.
+    /// Disables a ring, also one that another program uses, and waits until it does no more accesses.
     ///
     /// # Errors
     ///
     /// [`Error::NoRing`], [`Error::Gone`], and [`Error::Timeout`].
     pub fn disable_ring(&self, number: u32, timeout: Duration) -> Result<(), Error> {
         check_number(number)?;
+        if !self.is_present() {
+            return Err(Error::Gone);
+        }
         self.registers.store32(ring::register(number, reg::CONTROL), 0)?;
         let mut poll = Poll::new(Instant::now() + timeout);
         while self.ring_register(number, reg::STATE)? != State::Disabled as u32 {
@@ -200,6 +229,81 @@ impl Accel {
             }
         }
         Ok(())
+    }
+}
+
+impl Accel {
+    /// Reserves a ring unless a program uses it. The ring may be running, if its program was killed. The caller holds
+    /// [`Accel::lock_rings`].
+    fn lock_ring(&self, number: u32) -> Result<Option<Reservation>, Error> {
+        check_number(number)?;
+        let file = self.function.file("resource0", true)?;
+        let range = |value: u64| libc::off_t::try_from(value).map_err(|_| Error::OutOfBounds);
+        // The range has the registers of the ring. The lock belongs to the open file, not to the process.
+        let lock = libc::flock {
+            l_type: libc::F_WRLCK as libc::c_short,
+            l_whence: libc::SEEK_SET as libc::c_short,
+            l_start: range(ring::register(number, 0))?,
+            l_len: range(ring::STRIDE)?,
+            l_pid: 0,
+        };
+        match fcntl(&file, FcntlArg::F_OFD_SETLK(&lock)) {
+            Ok(_) => Ok(Some(Reservation { number, _file: file })),
+            Err(Errno::EAGAIN | Errno::EACCES) => Ok(None),
+            Err(error) => Err(Error::File {
+                path: self.function.path("resource0"),
+                error: io::Error::from(error),
+            }),
+        }
+    }
+
+    /// Disables rings that run although no program uses them: their programs were killed. Reserves the first ring that no program
+    /// uses if `wanted` is set.
+    fn sweep(&self, wanted: bool, timeout: Duration) -> Result<Option<Reservation>, Error> {
+        let _lock = self.lock_rings()?;
+        let mut found = None;
+        for number in 0..ring::COUNT {
+            let disabled = || Ok::<_, Error>(self.ring_register(number, reg::STATE)? == State::Disabled as u32);
+            if disabled()? && (!wanted || found.is_some()) {
+                continue;
+            }
+            let Some(reservation) = self.lock_ring(number)? else {
+                continue;
+            };
+            if !disabled()? {
+                self.disable_ring(number, timeout)?;
+            }
+            if wanted {
+                found.get_or_insert(reservation);
+            }
+        }
+        Ok(found)
+    }
+
+    /// Disables all rings that run although no program uses them: their programs were killed. `timeout` is the time limit for the
+    /// end of each ring's entry in progress.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Accel::disable_ring`], and [`Error::File`].
+    pub fn disable_abandoned_rings(&self, timeout: Duration) -> Result<(), Error> {
+        self.sweep(false, timeout).map(drop)
+    }
+
+    /// Reserves the first ring that no program uses, after [`Accel::disable_abandoned_rings`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::AllRingsBusy`], and those of [`Accel::disable_abandoned_rings`].
+    pub fn reserve_ring(&self, timeout: Duration) -> Result<Reservation, Error> {
+        self.sweep(true, timeout)?.ok_or(Error::AllRingsBusy)
+    }
+
+    /// Keeps other programs from reserving rings. A program that looks for a ring holds other rings for a moment, which another
+    /// program would take for rings in use.
+    fn lock_rings(&self) -> Result<Lock<'_>, Error> {
+        let deadline = Instant::now() + START_TIMEOUT;
+        self.lock("another program's access", deadline, START_TIMEOUT)
     }
 }
 
@@ -212,18 +316,39 @@ fn check_number(number: u32) -> Result<(), Error> {
 }
 
 impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
-    /// Configures and starts ring `number`. `memory` must include the entries, and the report if it is in BAR2.
+    /// Reserves, configures and starts ring `number`. `memory` must include the entries, and the report if it is in BAR2.
     ///
     /// # Errors
     ///
-    /// [`Error::RingBusy`] if the ring is not disabled; [`Accel::disable_ring`] disables a ring that a program left.
-    /// [`Error::RingStopped`] if the device refuses the options. Others: see [`Error`].
+    /// [`Error::RingBusy`] if another program uses the ring, or the ring is not disabled; [`Accel::disable_ring`] disables a
+    /// ring that a program left. Those of [`Ring::reserved`].
     pub fn new(accel: A, number: u32, memory: M, options: RingOptions) -> Result<Self, Error> {
-        claim(accel.borrow(), number, &memory, &options)?;
+        let device: &Accel = accel.borrow();
+        let reservation = {
+            let _lock = device.lock_rings()?;
+            device.lock_ring(number)?.ok_or(Error::RingBusy(number))?
+        };
+        Self::reserved(accel, reservation, memory, options)
+    }
+
+    /// Configures and starts a reserved ring. `memory` must include the entries, and the report if it is in BAR2.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::RingBusy`] if the ring is not disabled; [`Error::RingStopped`] if the device refuses the options. Others: see
+    /// [`Error`].
+    pub fn reserved(accel: A, reservation: Reservation, memory: M, options: RingOptions) -> Result<Self, Error> {
+        let number = reservation.number;
+        let device: &Accel = accel.borrow();
+        if device.ring_register(number, reg::STATE)? != State::Disabled as u32 {
+            return Err(Error::RingBusy(number));
+        }
+        start(device, number, &memory, &options)?;
         Ok(Self {
             accel,
             memory,
             number,
+            _reservation: reservation,
             options,
             tail: options.first,
             head: options.first,
@@ -260,6 +385,35 @@ impl<A: Borrow<Accel>, M: RingMemory> Ring<A, M> {
         let progress = self.progress()?;
         self.head = progress.head;
         self.stopped(progress).map_or(Ok(()), Err)
+    }
+
+    /// Looks at the registers whether the ring runs. Reports in memory do not say so after an abort, a reset, or the end of the
+    /// device. The reads trap.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::RingStopped`], [`Error::RingDisabled`], and [`Error::Gone`].
+    pub fn check(&self) -> Result<(), Error> {
+        let accel: &Accel = self.accel.borrow();
+        if !accel.is_present() {
+            return Err(Error::Gone);
+        }
+        let state = accel.ring_register(self.number, reg::STATE)?;
+        if state == State::Running as u32 {
+            return Ok(());
+        }
+        let stopped = self.stopped(accel.ring_progress(self.number)?);
+        Err(stopped.unwrap_or(Error::RingDisabled(self.number)))
+    }
+
+    /// Returns the number of the ring.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Returns the accelerator.
+    pub fn accel(&self) -> &Accel {
+        self.accel.borrow()
     }
 
     /// Returns the index of the next entry.
@@ -410,20 +564,6 @@ impl<A: Borrow<Accel>, M: RingMemory> Drop for Ring<A, M> {
         // Fails if the device is gone, or does not end an access in time. The caller can do nothing about either.
         let _ = self.accel.borrow().disable_ring(self.number, DROP_TIMEOUT);
     }
-}
-
-/// Starts a ring that no program uses.
-fn claim(accel: &Accel, number: u32, memory: &impl RingMemory, options: &RingOptions) -> Result<(), Error> {
-    check_number(number)?;
-    let _lock = accel.lock(
-        "another program's access",
-        Instant::now() + START_TIMEOUT,
-        START_TIMEOUT,
-    )?;
-    if accel.ring_register(number, reg::STATE)? != State::Disabled as u32 {
-        return Err(Error::RingBusy(number));
-    }
-    start(accel, number, memory, options)
 }
 
 /// Writes the configuration of a disabled ring, and enables it.
@@ -700,5 +840,150 @@ mod tests {
             Ring::new(&accel, 0, memory, RingOptions::new(64, 4)).map(drop),
             Err(Error::Gone)
         ));
+    }
+
+    #[test]
+    fn registers_of_a_removed_device_are_not_accessed() {
+        let fake = Fake::new(State::Running, &[]);
+        let accel = fake.open();
+        let ring = Ring::new(&accel, 1, Bytes::new(4096), RingOptions::new(64, 4)).unwrap();
+        let folder = fake.folder.path().join("0000:01:00.0");
+        // Another device at the same address is not this one.
+        std::fs::copy(folder.join("resource0"), folder.join("other")).unwrap();
+        assert!(accel.is_present());
+        std::fs::rename(folder.join("other"), folder.join("resource0")).unwrap();
+        assert!(!accel.is_present());
+        assert!(matches!(ring.check(), Err(Error::Gone)));
+        std::fs::remove_file(folder.join("resource0")).unwrap();
+        assert!(matches!(ring.check(), Err(Error::Gone)));
+        drop(ring);
+        assert_ne!(accel.registers.load32(ring::register(1, reg::CONTROL)).unwrap(), 0);
+    }
+
+    /// Starts a ring as a program does that is killed later: without an end.
+    fn abandoned(accel: &Accel, number: u32) {
+        let register = ring::register(number, reg::CONTROL);
+        accel.registers.store32(register, control::ENABLE).unwrap();
+        while accel.ring_register(number, reg::STATE).unwrap() != State::Running as u32 {}
+    }
+
+    #[test]
+    fn a_ring_is_reserved_once() {
+        let fake = Fake::new(State::Running, &[]);
+        // Two accelerators as in two programs, and one in the first program.
+        let (one, other, memory) = (fake.open(), fake.open(), Bytes::new(4096));
+        let zero = one.reserve_ring(TIMEOUT).unwrap();
+        let rings: Vec<Reservation> = (1..ring::COUNT)
+            .map(|number| [&one, &other][number as usize % 2].reserve_ring(TIMEOUT).unwrap())
+            .collect();
+        let numbers: Vec<u32> = rings.iter().map(Reservation::number).collect();
+        assert_eq!((zero.number(), numbers), (0, (1..ring::COUNT).collect()));
+        for accel in [&one, &other] {
+            assert!(matches!(accel.reserve_ring(TIMEOUT), Err(Error::AllRingsBusy)));
+            let new = Ring::new(accel, 3, Arc::clone(&memory), RingOptions::new(64, 4)).map(drop);
+            assert!(matches!(new, Err(Error::RingBusy(3))));
+        }
+        // A ring has its reservation until it is dropped.
+        let options = RingOptions::new(64, 4);
+        let running = Ring::reserved(&one, zero, Arc::clone(&memory), options).unwrap();
+        assert_eq!(running.number(), 0);
+        running.check().unwrap();
+        other.disable_abandoned_rings(TIMEOUT).unwrap();
+        running.check().unwrap();
+        assert!(matches!(other.reserve_ring(TIMEOUT), Err(Error::AllRingsBusy)));
+        drop(running);
+        assert_eq!(other.reserve_ring(TIMEOUT).unwrap().number(), 0);
+        drop(rings);
+        let third = Ring::new(&other, 3, Arc::clone(&memory), options).unwrap();
+        let busy = Ring::new(&one, 3, memory, options).map(drop);
+        assert!(matches!(busy, Err(Error::RingBusy(3))));
+        drop(third);
+    }
+
+    #[test]
+    fn rings_of_killed_programs_are_disabled() {
+        let fake = Fake::new(State::Running, &[]);
+        let (accel, memory) = (fake.open(), Bytes::new(4096));
+        let state = |number| accel.ring_register(number, reg::STATE).unwrap();
+        let mine = Ring::new(&accel, 2, Arc::clone(&memory), RingOptions::new(64, 4)).unwrap();
+        for number in [0, 1, 5] {
+            abandoned(&accel, number);
+        }
+        let reservation = accel.reserve_ring(TIMEOUT).unwrap();
+        assert_eq!(reservation.number(), 0);
+        assert_eq!(
+            (0..6).map(state).collect::<Vec<u32>>(),
+            [0, 0, State::Running as u32, 0, 0, 0]
+        );
+        drop(Ring::reserved(&accel, reservation, memory, RingOptions::new(1024, 4)).unwrap());
+        abandoned(&accel, 7);
+        accel.disable_abandoned_rings(TIMEOUT).unwrap();
+        assert_eq!((state(2), state(7)), (State::Running as u32, 0));
+        mine.check().unwrap();
+    }
+
+    /// The test starts its own program with this variable: the folder of devices.
+    const DEVICES: &str = "P2PMEM_TEST_DEVICES";
+
+    #[test]
+    fn the_reservation_of_a_killed_program_ends() {
+        use std::io::{BufRead, BufReader, Read};
+        use std::process::{Command, Stdio};
+        if let Some(devices) = std::env::var_os(DEVICES) {
+            let accel = Accel::open_in(devices.as_ref(), "0000:01:00.0").unwrap();
+            let reservation = accel.reserve_ring(TIMEOUT).unwrap();
+            println!("reserved {}", reservation.number());
+            // Until this process is killed, or the parent has ended.
+            let _ = std::io::stdin().read(&mut [0]);
+            return;
+        }
+        let fake = Fake::new(State::Running, &[]);
+        let accel = fake.open();
+        let test = "driver::ring::tests::the_reservation_of_a_killed_program_ends";
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", test, "--nocapture"])
+            .env(DEVICES, fake.folder.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let line = lines.map(Result::unwrap).find(|line| line.contains("reserved"));
+        assert!(line.unwrap().ends_with("reserved 0"));
+        abandoned(&accel, 0);
+        let next = accel.reserve_ring(TIMEOUT).unwrap();
+        assert_eq!(next.number(), 1);
+        assert_eq!(accel.ring_register(0, reg::STATE).unwrap(), State::Running as u32);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(accel.reserve_ring(TIMEOUT).unwrap().number(), 0);
+        assert_eq!(accel.ring_register(0, reg::STATE).unwrap(), 0);
+    }
+
+    #[test]
+    fn a_ring_that_does_not_run_is_an_error() {
+        let stopped = [
+            (ring::register(3, reg::HEAD), 5),
+            (ring::register(3, reg::STATUS), Status::Aborted as u32),
+        ];
+        let fake = Fake::new(State::Running, &stopped);
+        let (accel, memory) = (fake.open(), Bytes::new(4096));
+        let options = |base| RingOptions::new(base, 4);
+        let one = Ring::new(&accel, 1, Arc::clone(&memory), options(64)).unwrap();
+        let three = Ring::new(&accel, 3, memory, options(1024)).unwrap();
+        one.check().unwrap();
+        three.check().unwrap();
+        accel.disable_ring(1, TIMEOUT).unwrap();
+        accel.registers.store32(ring::register(3, reg::HEAD), 5).unwrap();
+        accel.disable_ring(3, TIMEOUT).unwrap();
+        assert!(matches!(one.check(), Err(Error::RingDisabled(1))));
+        match three.check() {
+            Err(Error::RingStopped {
+                ring: 3,
+                index: 5,
+                status,
+            }) => assert_eq!(status, Status::Aborted),
+            other => panic!("{other:?}"),
+        }
     }
 }

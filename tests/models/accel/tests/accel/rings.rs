@@ -327,20 +327,27 @@ fn every_operation_runs_from_a_ring() {
     .start(&mut bench);
     let at = 64 << 10;
     // One vector of 64 points: the transform of an impulse is 1 everywhere.
-    let (impulse, sum) = (32 << 10, 40 << 10);
+    let (impulse, sum, largest, halves) = (32 << 10, 40 << 10, 48 << 10, 56 << 10);
     ring.run(
         &mut bench,
         &[
             Entry::new(Op::Nop, 0, 0, 0),
             Entry::new(Op::Pattern, at, 4096, 3),
             Entry::new(Op::Crc32c, at, 4096, 0).with_result(0),
-            Entry::new(Op::Copy, at + 4096, 4096, at),
+            Entry::copy(at + 4096, at, 4096),
             Entry::dma_out(at, 8192, 4096).with_result(16),
             Entry::dma_in(8192, at + 8192, 4096),
             Entry::store32(Place::Memory(impulse), 1_f32.to_bits()),
             Entry::fft(impulse, 512, 64),
             Entry::new(Op::Fill, sum, 512, 0x4000_0000_4000_0000),
-            Entry::new(Op::AddF32, sum, 512, impulse),
+            Entry::add_f32(sum, impulse, 512),
+            Entry::new(Op::Fill, largest, 512, 0x3fc0_0000_3fc0_0000),
+            Entry::max_f32(largest, impulse, 512),
+            // 1.5 and 0, 2 and 0.
+            Entry::new(Op::Fill, halves, 512, 0x3fc0_0000_3fc0_0000),
+            Entry::new(Op::Fill, halves + 512, 512, 0x4000_0000_4000_0000),
+            Entry::add_bf16(halves, halves + 512, 512),
+            Entry::max_bf16(halves + 512, halves, 512),
             Entry::inverse_fft(impulse, 512, 64),
             Entry::timestamp(32, 0xfeed),
             Entry::fence(),
@@ -366,13 +373,21 @@ fn every_operation_runs_from_a_ring() {
             .chunks_exact(2)
             .all(|pair| close(pair[0], 3.0) && close(pair[1], 2.0))
     );
+    assert!(
+        floats(largest)
+            .chunks_exact(2)
+            .all(|pair| close(pair[0], 1.5) && close(pair[1], 1.5))
+    );
+    // 3.5 and 0.
+    let expected: Vec<u8> = 0x4060_0000_u32.to_le_bytes().repeat(256);
+    assert!(bench.memory(halves, 1024) == expected);
     let back = floats(impulse);
     assert!(close(back[0], 1.0) && back[1..].iter().all(|part| close(*part, 0.0)));
     assert_eq!((bench.memory64(40), bench.memory64(56)), (0xfeed, 0xbeef));
     assert!(bench.memory64(48) >= bench.memory64(32));
     assert_eq!(bench.memory64(72), bench.memory64(48));
     for (counter, value) in [
-        (Counter::RingEntries, 14),
+        (Counter::RingEntries, 20),
         (Counter::HostWritten, 4096),
         (Counter::HostRead, 4096),
         (Counter::EngineRead, 4096),
@@ -941,7 +956,10 @@ fn invalid_entries_stop_the_ring_with_index_and_status() {
         (Entry::timestamp(4, 0).encode(), Status::BadAlignment),
         (Entry::timestamp(SIZE - 8, 0).encode(), Status::BadRange),
         (Entry::new(Op::Fill, 0, 0, 0).encode(), Status::BadLength),
-        (Entry::new(Op::AddF32, 0, 64, 32).encode(), Status::BadArgument),
+        (Entry::add_f32(0, 32, 64).encode(), Status::BadArgument),
+        (Entry::add_bf16(0, 127, 64).encode(), Status::BadAlignment),
+        (Entry::max_f32(0, 128, 62).encode(), Status::BadLength),
+        (Entry::max_bf16(0, SIZE - 32, 64).encode(), Status::BadRange),
         (Entry::fft(0, 64, 3).encode(), Status::BadArgument),
         (Entry::dma_in(MESSAGES, 0, 8).encode(), Status::Unreachable),
     ];
@@ -1195,7 +1213,7 @@ proptest! {
     fn arbitrary_entries_end(
         entries in proptest::collection::vec(
             (
-                0_u32..19,
+                0_u32..23,
                 prop_oneof![3 => Just(0_u32), 1 => 0_u32..64, 1 => any::<u32>()],
                 prop_oneof![0..2 * SIZE, any::<u64>()],
                 prop_oneof![0_u64..70_000, any::<u64>()],

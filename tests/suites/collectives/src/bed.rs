@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Nodes with p2pmem and a published accelerator, and programs with a rank on each of some nodes, which Open MPI's `mpirun`
+//! starts.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_vm::command::{Command, Status};
+use p2pmem_vm::counters::difference;
+use p2pmem_vm::script::Script;
+use p2pmem_vm::vm::tool;
+use serde_json::Value;
+
+/// The nodes.
+pub const NODES: [&str; 4] = ["a", "b", "c", "d"];
+/// The time limit of a job.
+const LIMIT: Duration = Duration::from_secs(180);
+
+/// The nodes.
+pub struct Bed {
+    script: Script,
+    /// The folder with the scripts that start ranks.
+    clients: String,
+}
+
+/// What a NIC counted during a job.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct NicBytes {
+    /// Payload that it read from memory of devices, and sent.
+    pub peer_read: u64,
+    /// Payload that it received, and wrote to memory of devices.
+    pub peer_written: u64,
+    /// Payload that it read from or wrote to host memory.
+    pub host: u64,
+}
+
+impl Bed {
+    /// Boots the nodes, loads the module and publishes the accelerators. `clients` is the folder with the scripts that start
+    /// ranks.
+    ///
+    /// # Errors
+    ///
+    /// A guest does not boot, or a command fails.
+    pub fn boot(release: &str, module: &str, clients: &Path) -> Result<Self> {
+        let clients = clients.to_str().context("the path of the scripts is not UTF-8")?.to_owned();
+        let mut script = Script::boot("collectives", release)?;
+        let ctl = tool("p2pmemctl")?;
+        for node in NODES {
+            script.run(node, &["insmod", module])?;
+            let address = script.device(node, "accel0")?.address.clone();
+            script.run(node, &[&ctl, "publish", &address, "--kernel-reserve", "0"])?;
+        }
+        Ok(Self { script, clients })
+    }
+
+    /// Starts a rank of a program on each of the first `ranks` nodes. Returns the standard output of rank 0, and what the NICs of
+    /// these nodes counted.
+    ///
+    /// # Errors
+    ///
+    /// A rank fails.
+    pub fn run(&mut self, ranks: usize, program: &str) -> Result<(String, Vec<NicBytes>)> {
+        let nodes = &NODES[..ranks];
+        let clients = &self.clients;
+        let names = nodes.join(",");
+        let start = format!(
+            "export P2PMEM_CLIENTS={clients} P2PMEM_RDMA_NIC0=mlx5_0; {clients}/with-names.sh {clients}/mpirun-nodes.sh {names} {program}"
+        );
+        let serve = format!("{clients}/with-names.sh {clients}/remote-shell.py serve");
+        let before = self.script.cluster.snapshot()?;
+        let outcomes = self.script.cluster.exec_all(|node| {
+            let script = match nodes.iter().position(|other| *other == node) {
+                Some(0) => &start,
+                Some(_) => &serve,
+                None => "true",
+            };
+            Command::new(["bash", "-c", script]).limit(LIMIT)
+        })?;
+        let counters = difference(&before, &self.script.cluster.snapshot()?);
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
+        let failed = |node: &str| outcomes[node].status != (Status::Exited { code: 0 });
+        if NODES.iter().any(|node| failed(node)) {
+            let all = NODES.map(|node| {
+                let outcome = &outcomes[node];
+                format!("{node}: {:?} {} {}", outcome.status, text(&outcome.stdout), text(&outcome.stderr))
+            });
+            anyhow::bail!("{program}:\n{}", all.join("\n"));
+        }
+        let counted = nodes
+            .iter()
+            .map(|node| nic_bytes(&counters[node]["nic0"]["counters"]["payload"]).with_context(|| format!("counters of {node}")))
+            .collect::<Result<_>>()?;
+        Ok((text(&outcomes[NODES[0]].stdout), counted))
+    }
+
+    /// Checks that no buffer is left, withdraws the accelerators and unloads the module, and powers the nodes off. Returns what
+    /// failed.
+    pub fn shut_down(mut self) -> Vec<String> {
+        let mut failures = Vec::new();
+        for node in NODES {
+            let ended = self.end(node);
+            failures.extend(ended.err().map(|error| format!("{node}: {error:#}")));
+        }
+        failures.extend(self.script.shut_down());
+        failures
+    }
+
+    fn end(&mut self, node: &str) -> Result<()> {
+        let ctl = tool("p2pmemctl")?;
+        let list: Value = serde_json::from_str(&self.script.run(node, &[&ctl, "list", "--json"])?)?;
+        ensure!(list["info"]["buffers"] == 0, "buffers are left: {}", list["info"]);
+        let address = self.script.device(node, "accel0")?.address.clone();
+        self.script.run(node, &[&ctl, "unpublish", &address])?;
+        self.script.run(node, &["rmmod", "p2pmem"]).map(drop)
+    }
+}
+
+fn nic_bytes(payload: &Value) -> Result<NicBytes> {
+    let counter = |name: &str| payload[name].as_u64().with_context(|| format!("no counter {name} in {payload}"));
+    Ok(NicBytes {
+        peer_read: counter("peer_read")?,
+        peer_written: counter("peer_written")?,
+        host: counter("host_read")? + counter("host_written")?,
+    })
+}

@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The report of the demo: the cost of each algorithm beside its formula, the baseline, and the aims.
+
+use p2pmem_collectives::report::RunReport;
+use p2pmem_vm::demo::{self, Verdict};
+use serde::Serialize;
+
+use crate::bed::NicBytes;
+
+/// The largest deviation of a ring's bytes from the formula.
+const BYTES_TOLERANCE: f64 = 0.05;
+/// The smallest part of the link's rate that the busiest node of a ring reaches.
+const LINK_RATIO: f64 = 0.85;
+/// From this number on, host bytes for a byte of payload are not 0: the NICs also move the words by which ranks enter calls.
+const NO_HOST_BYTES: f64 = 0.001;
+
+/// The cost of an algorithm on a number of nodes.
+#[derive(Debug, Clone, Serialize)]
+pub struct Cost {
+    /// The algorithm.
+    pub algorithm: String,
+    /// Number of nodes, each with one rank.
+    pub nodes: usize,
+    /// Whether the numbers are counted from the schedules, not measured.
+    pub simulated: bool,
+    /// Bytes of the payload of a node.
+    pub bytes: u64,
+    /// Bytes that the busiest node's NIC sent or received in a call, whichever is more.
+    pub bytes_measured: f64,
+    /// The same by the formula.
+    pub bytes_formula: f64,
+    /// `bytes_measured`, divided by `bytes_formula`.
+    pub ratio: f64,
+    /// Rounds that the ranks saw.
+    pub rounds: u32,
+    /// The most ranks from which one rank received in one round.
+    pub fan_in: u32,
+    /// Median time of the slowest rank, in milliseconds.
+    pub time_ms: f64,
+    /// The time that the link needs for `bytes_measured`, divided by the time of the call.
+    pub ratio_to_link: f64,
+    /// Bytes of host memory that NICs accessed, for a byte that they sent.
+    pub host_bytes_per_byte: f64,
+    /// Whether every byte of every result was right.
+    pub verified: bool,
+}
+
+impl Cost {
+    /// Makes the cost of measured calls from what the ranks reported and the NICs counted. `link` is the link's rate in bytes per
+    /// second.
+    pub fn measured(report: &RunReport, nics: &[NicBytes], calls: u32, link: f64) -> Self {
+        let per_call = |bytes: u64| bytes as f64 / f64::from(calls);
+        let busiest = nics.iter().map(|nic| nic.peer_read.max(nic.peer_written)).max().unwrap_or(0);
+        let bytes_measured = per_call(busiest);
+        let formula = report.formula.most_sent.max(report.formula.most_received);
+        let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
+        let host: u64 = nics.iter().map(|nic| nic.host).sum();
+        Self {
+            algorithm: report.algorithm.clone().unwrap_or_else(|| report.collective.clone()),
+            nodes: report.ranks.len(),
+            simulated: false,
+            bytes: report.bytes,
+            bytes_measured,
+            bytes_formula: formula,
+            ratio: bytes_measured / formula,
+            rounds: report.measured.rounds,
+            fan_in: report.measured.fan_in,
+            time_ms: report.time_us / 1e3,
+            ratio_to_link: bytes_measured / link / (report.time_us / 1e6),
+            host_bytes_per_byte: host as f64 / sent.max(1) as f64,
+            verified: report.verified == Some(true),
+        }
+    }
+
+    /// Makes the cost of a call from the schedules of its ranks.
+    pub fn simulated(
+        algorithm: &str,
+        nodes: usize,
+        bytes: u64,
+        counted: &p2pmem_collectives::cost::Cost,
+        formula: &p2pmem_collectives::cost::Cost,
+    ) -> Self {
+        let busiest = |cost: &p2pmem_collectives::cost::Cost| cost.most_sent.max(cost.most_received);
+        Self {
+            algorithm: algorithm.to_owned(),
+            nodes,
+            simulated: true,
+            bytes,
+            bytes_measured: busiest(counted),
+            bytes_formula: busiest(formula),
+            ratio: busiest(counted) / busiest(formula),
+            rounds: counted.rounds,
+            fan_in: counted.fan_in,
+            time_ms: f64::NAN,
+            ratio_to_link: f64::NAN,
+            host_bytes_per_byte: f64::NAN,
+            verified: false,
+        }
+    }
+}
+
+/// `MPI_Allreduce` of Open MPI over UCX, on the same memory.
+#[derive(Debug, Clone, Serialize)]
+pub struct Baseline {
+    /// Number of nodes.
+    pub nodes: usize,
+    /// Bytes of the payload of a node.
+    pub bytes: u64,
+    /// Median time of the slowest rank, in milliseconds.
+    pub time_ms: f64,
+    /// That time, divided by the time of the ring.
+    pub ratio_to_ring: f64,
+    /// Bytes of host memory that NICs accessed, for a byte of payload of all nodes.
+    pub host_bytes_per_byte: f64,
+}
+
+/// The report.
+#[derive(Debug, Default, Serialize)]
+pub struct Report {
+    /// Whether the demo passed.
+    #[serde(flatten)]
+    pub verdict: Verdict,
+    /// Rate of the link in MiB per second, measured in this run.
+    pub link_mib_per_s: f64,
+    /// The cost of each algorithm and number of nodes.
+    pub cost: Vec<Cost>,
+    /// Open MPI.
+    pub baseline: Vec<Baseline>,
+}
+
+impl demo::Report for Report {
+    fn verdict(&mut self) -> &mut Verdict {
+        &mut self.verdict
+    }
+}
+
+impl Report {
+    /// Checks the aims. Adds a failure for each that is not met.
+    pub fn judge(&mut self) {
+        let mut failures = Vec::new();
+        for cost in self.cost.iter().filter(|cost| !cost.simulated) {
+            let what = format!("{} of {} nodes", cost.algorithm, cost.nodes);
+            if !cost.verified {
+                failures.push(format!("{what}: not every byte is right"));
+            }
+            if (cost.ratio - 1.0).abs() > BYTES_TOLERANCE {
+                failures.push(format!("{what}: {:.3} times the bytes of the formula", cost.ratio));
+            }
+            if cost.host_bytes_per_byte >= NO_HOST_BYTES {
+                failures.push(format!("{what}: {:.4} host bytes for a byte", cost.host_bytes_per_byte));
+            }
+            if cost.algorithm == "ring" && cost.ratio_to_link < LINK_RATIO {
+                failures.push(format!("{what}: {:.2} of the link's rate, less than {LINK_RATIO}", cost.ratio_to_link));
+            }
+        }
+        if self.cost.iter().all(|cost| cost.simulated || cost.algorithm != "ring") {
+            failures.push("no ring was measured".to_owned());
+        }
+        self.verdict.failures.extend(failures);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ring() -> Cost {
+        Cost {
+            algorithm: "ring".into(),
+            nodes: 2,
+            simulated: false,
+            bytes: 100,
+            bytes_measured: 100.0,
+            bytes_formula: 100.0,
+            ratio: 1.0,
+            rounds: 2,
+            fan_in: 1,
+            time_ms: 1.0,
+            ratio_to_link: 0.9,
+            host_bytes_per_byte: 0.0,
+            verified: true,
+        }
+    }
+
+    fn failures(change: fn(&mut Cost)) -> Vec<String> {
+        let mut cost = ring();
+        change(&mut cost);
+        let mut report = Report {
+            cost: vec![cost],
+            ..Report::default()
+        };
+        report.judge();
+        report.verdict.failures
+    }
+
+    #[test]
+    fn each_aim_can_fail() {
+        assert!(failures(|_| {}).is_empty());
+        assert!(failures(|cost| cost.verified = false)[0].contains("not every byte"));
+        assert!(failures(|cost| cost.ratio = 1.06)[0].contains("1.060 times the bytes"));
+        assert!(failures(|cost| cost.ratio = 0.94)[0].contains("0.940 times the bytes"));
+        assert!(failures(|cost| cost.host_bytes_per_byte = 0.01)[0].contains("0.0100 host bytes"));
+        assert!(failures(|cost| cost.ratio_to_link = 0.8)[0].contains("0.80 of the link's rate"));
+        assert_eq!(failures(|cost| cost.simulated = true), ["no ring was measured"]);
+    }
+}

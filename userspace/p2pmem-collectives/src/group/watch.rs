@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The connections of a rank to the others, and the thread that watches them.
+//!
+//! The thread reads what arrives, answers queries, and sends what a connection did not accept at once. A caller waits on a condition
+//! variable, which the thread signals after each change. Nobody blocks on a connection: what a connection does not accept waits in
+//! memory, with a limit of bytes and of time.
+
+use std::collections::VecDeque;
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result};
+use rustix::event::{eventfd, poll, EventfdFlags, PollFd, PollFlags, Timespec};
+
+use super::failure::{printable, Failure, MAX_FAILURE};
+use super::frame::{Decoder, Message};
+use super::mesh::Mesh;
+
+/// Most bytes that wait for a connection: two values, and answers.
+const MAX_PENDING: usize = 1 << 20;
+/// Longest time in which a connection accepts no byte.
+const STALL: Duration = Duration::from_secs(10);
+/// Longest sleep of the thread. Limits the time until a stall is noticed.
+const MAX_SLEEP: Duration = Duration::from_secs(1);
+
+/// The connections and their thread.
+#[derive(Debug)]
+pub(crate) struct Watch {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) rank: usize,
+    pub(crate) names: Vec<String>,
+    /// Whether the state has a failure.
+    has_failed: AtomicBool,
+    /// Number of collective calls that this rank has entered.
+    pub(crate) calls: AtomicU64,
+    state: Mutex<State>,
+    changed: Condvar,
+    /// Ends the sleep of the thread.
+    wake: OwnedFd,
+}
+
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) failure: Option<Failure>,
+    /// The other ranks. The place of this rank has no connection.
+    pub(crate) peers: Vec<Peer>,
+    /// Exchanges that this rank has begun.
+    pub(crate) begun: u64,
+    /// Queries that this rank has sent.
+    pub(crate) queries: u64,
+    /// Whether this rank has sent its last message.
+    pub(crate) leaving: bool,
+    /// Whether the thread ends.
+    ending: bool,
+}
+
+/// What a rank knows about another one.
+#[derive(Debug, Default)]
+pub(crate) struct Peer {
+    stream: Option<Arc<TcpStream>>,
+    decoder: Decoder,
+    /// Bytes that the connection has not accepted.
+    pending: Vec<u8>,
+    /// When the connection last accepted bytes, or had nothing to accept.
+    accepted: Option<Instant>,
+    /// Whether writing failed because the host does not respond. The end of the connection is then no end of the rank.
+    is_silent: bool,
+    /// Exchanges whose values have arrived.
+    received: u64,
+    /// Values of exchanges that this rank has not finished: at most two.
+    pub(crate) values: VecDeque<Vec<u8>>,
+    /// Whether the rank has said that it leaves.
+    pub(crate) has_left: bool,
+    /// The number of the last query that the rank has answered, and its answer.
+    pub(crate) answer: (u64, u64),
+}
+
+impl Peer {
+    /// Returns whether there is a connection.
+    pub(crate) fn is_connected(&self) -> bool {
+        self.stream.is_some()
+    }
+
+    /// Returns whether the connection has accepted all messages.
+    pub(crate) fn is_flushed(&self) -> bool {
+        self.stream.is_none() || self.pending.is_empty()
+    }
+
+    /// Gives the connection what waits for it. A connection that fails gets nothing more; its end is noticed when reading, after the
+    /// last messages of the other side.
+    fn flush(&mut self) {
+        while let Some(mut stream) = self.stream.as_deref().filter(|_| !self.pending.is_empty()) {
+            match stream.write(&self.pending) {
+                Ok(count) => {
+                    self.pending.drain(..count);
+                    self.accepted = Some(Instant::now());
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    self.is_silent |= is_silence(&error);
+                    self.pending.clear();
+                }
+            }
+        }
+    }
+}
+
+/// Returns whether the error means that the other host does not respond.
+fn is_silence(error: &std::io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::TimedOut | ErrorKind::HostUnreachable | ErrorKind::NetworkUnreachable | ErrorKind::NetworkDown
+    )
+}
+
+impl State {
+    /// Sends a message to the rank, as far as there is a connection. Never blocks.
+    pub(crate) fn send(&mut self, rank: usize, message: &Message) {
+        let peer = &mut self.peers[rank];
+        if peer.stream.is_some() {
+            if peer.pending.is_empty() {
+                peer.accepted = Some(Instant::now());
+            }
+            message.encode(&mut peer.pending);
+            peer.flush();
+        }
+    }
+
+    /// Sends a message to all ranks.
+    pub(crate) fn send_all(&mut self, message: &Message) {
+        (0..self.peers.len()).for_each(|rank| self.send(rank, message));
+    }
+}
+
+impl Shared {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the first failure.
+    pub(crate) fn check(&self) -> Result<(), Failure> {
+        if !self.has_failed.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        self.lock().failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// Records a failure if it is the first one.
+    pub(crate) fn fail(&self, state: &mut State, rank: usize, what: String) {
+        if state.failure.is_none() {
+            let what = printable(&what, MAX_FAILURE);
+            state.failure = Some(Failure { rank, what });
+            self.has_failed.store(true, Ordering::Release);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits while the condition holds, until the deadline. Lets the thread send what waits. Returns whether the condition no
+    /// longer holds.
+    pub(crate) fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        deadline: Instant,
+        mut condition: impl FnMut(&mut State) -> bool,
+    ) -> (MutexGuard<'a, State>, bool) {
+        self.wake_up(&state);
+        loop {
+            if !condition(&mut state) {
+                return (state, true);
+            }
+            let rest = deadline.saturating_duration_since(Instant::now());
+            if rest.is_zero() {
+                return (state, false);
+            }
+            state = self
+                .changed
+                .wait_timeout(state, rest)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Wakes the thread if it has something to do.
+    pub(crate) fn wake_up(&self, state: &State) {
+        if state.ending || !state.peers.iter().all(Peer::is_flushed) {
+            // Fails only if the counter is full, and then the thread is awake.
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Handles the messages of a rank that have arrived.
+    fn handle(&self, state: &mut State, rank: usize) {
+        let name = &self.names[rank];
+        loop {
+            let invalid = match state.peers[rank].decoder.next() {
+                Ok(None) => return,
+                Ok(Some(message)) => match self.handle_one(state, rank, message) {
+                    Ok(()) => continue,
+                    Err(what) => what.to_owned(),
+                },
+                Err(invalid) => invalid.to_string(),
+            };
+            let what = format!("{name} sent {invalid}: do all ranks run the same version of p2pmem?");
+            state.peers[rank].stream = None;
+            return self.fail(state, rank, what);
+        }
+    }
+
+    fn handle_one(&self, state: &mut State, rank: usize, message: Message) -> Result<(), &'static str> {
+        let begun = state.begun;
+        let peer = &mut state.peers[rank];
+        match message {
+            // The other rank finishes an exchange with the value of this one. So it is at most one exchange ahead.
+            Message::Value { number, bytes } => {
+                if number != peer.received || number > begun || peer.has_left {
+                    return Err("a value of another exchange");
+                }
+                peer.received += 1;
+                peer.values.push_back(bytes);
+            }
+            Message::Failed { rank: failed, what } => {
+                let failed = failed as usize;
+                if failed >= self.names.len() {
+                    return Err("a failure of a rank that does not exist");
+                }
+                let what = if failed == rank {
+                    what
+                } else {
+                    format!("{}, as {} reports", printable(&what, MAX_FAILURE / 2), self.names[rank])
+                };
+                self.fail(state, failed, what);
+            }
+            Message::Query { number } => {
+                let calls = self.calls.load(Ordering::Relaxed);
+                if !state.leaving {
+                    state.send(rank, &Message::Answer { number, calls });
+                }
+            }
+            Message::Answer { number, calls } => peer.answer = (number, calls),
+            Message::Bye => peer.has_left = true,
+        }
+        Ok(())
+    }
+
+    /// Reads what has arrived from a rank.
+    fn read(&self, rank: usize, mut stream: &TcpStream) {
+        let mut bytes = [0; 16 << 10];
+        // Not without an end, so that the other connections have their turn.
+        for _ in 0..16 {
+            let ended = match stream.read(&mut bytes) {
+                Ok(0) => "ended",
+                Ok(count) => {
+                    let mut state = self.lock();
+                    state.peers[rank].decoder.feed(&bytes[..count]);
+                    self.handle(&mut state, rank);
+                    self.changed.notify_all();
+                    if state.peers[rank].stream.is_none() {
+                        return;
+                    }
+                    continue;
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                Err(error) if is_silence(&error) => "does not respond: is its host up?",
+                Err(_) => "ended",
+            };
+            let mut state = self.lock();
+            let peer = &mut state.peers[rank];
+            peer.stream = None;
+            let ended = if peer.is_silent {
+                "does not respond: is its host up?"
+            } else {
+                ended
+            };
+            if !peer.has_left {
+                self.fail(&mut state, rank, format!("{} {ended}", self.names[rank]));
+            }
+            self.changed.notify_all();
+            return;
+        }
+    }
+
+    /// Sends what waits, and ends connections that accept nothing. Returns the connections that are left; `None` at the end.
+    fn flush(&self) -> Option<Vec<(usize, Arc<TcpStream>, PollFlags)>> {
+        let mut state = self.lock();
+        if state.ending {
+            return None;
+        }
+        let mut all = Vec::new();
+        for rank in 0..state.peers.len() {
+            let peer = &mut state.peers[rank];
+            let waited = !peer.is_flushed();
+            peer.flush();
+            if waited && peer.is_flushed() {
+                self.changed.notify_all();
+            }
+            let is_stalled = peer.accepted.is_some_and(|accepted| accepted.elapsed() > STALL);
+            if !peer.is_flushed() && (is_stalled || peer.pending.len() > MAX_PENDING) {
+                peer.stream = None;
+                self.fail(
+                    &mut state,
+                    rank,
+                    format!("{} does not respond: its process does not read", self.names[rank]),
+                );
+                continue;
+            }
+            let mut wants = PollFlags::IN;
+            wants.set(PollFlags::OUT, !peer.is_flushed());
+            all.extend(peer.stream.clone().map(|stream| (rank, stream, wants)));
+        }
+        Some(all)
+    }
+
+    /// The thread.
+    fn run(&self) {
+        while let Some(all) = self.flush() {
+            let mut set: Vec<PollFd<'_>> = all
+                .iter()
+                .map(|(_, stream, wants)| PollFd::new(stream, *wants))
+                .collect();
+            set.push(PollFd::new(&self.wake, PollFlags::IN));
+            let sleep = Timespec {
+                tv_sec: MAX_SLEEP.as_secs() as i64,
+                tv_nsec: 0,
+            };
+            match poll(&mut set, Some(&sleep)) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    let what = format!("{} cannot watch its connections: {error}", self.names[self.rank]);
+                    let mut state = self.lock();
+                    state.peers.iter_mut().for_each(|peer| peer.stream = None);
+                    return self.fail(&mut state, self.rank, what);
+                }
+            }
+            let ready: Vec<bool> = set
+                .iter()
+                .map(|fd| !(fd.revents() - PollFlags::OUT).is_empty())
+                .collect();
+            if ready.last() == Some(&true) {
+                // Resets the counter. Does not block.
+                let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            }
+            for ((rank, stream, _), _) in all.iter().zip(ready).filter(|(_, ready)| *ready) {
+                self.read(*rank, stream);
+            }
+        }
+    }
+}
+
+impl Watch {
+    /// Starts to watch the connections.
+    ///
+    /// # Errors
+    ///
+    /// The thread cannot be started.
+    pub(crate) fn start(mesh: Mesh) -> Result<Self> {
+        let peers = mesh.streams.into_iter().map(|stream| Peer {
+            stream: stream.map(Arc::new),
+            ..Peer::default()
+        });
+        let shared = Arc::new(Shared {
+            rank: mesh.rank,
+            names: mesh.names,
+            has_failed: AtomicBool::new(false),
+            calls: AtomicU64::new(0),
+            state: Mutex::new(State {
+                failure: None,
+                peers: peers.collect(),
+                begun: 0,
+                queries: 0,
+                leaving: false,
+                ending: false,
+            }),
+            changed: Condvar::new(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("creating an eventfd")?,
+        });
+        let mut thread = None;
+        if shared.names.len() > 1 {
+            let watching = shared.clone();
+            let builder = thread::Builder::new().name("p2pmem-group".into());
+            thread = Some(
+                builder
+                    .spawn(move || watching.run())
+                    .context("starting the thread that watches the ranks")?,
+            );
+        }
+        Ok(Self { shared, thread })
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.shared
+    }
+}
+
+impl Drop for Watch {
+    /// Ends the thread, which never blocks for longer than a system call, and the connections.
+    fn drop(&mut self) {
+        let mut state = self.shared.lock();
+        state.ending = true;
+        self.shared.wake_up(&state);
+        drop(state);
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has been printed.
+            let _ = thread.join();
+        }
+    }
+}

@@ -1,0 +1,257 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! The commands `run` and `cost`.
+
+use std::io::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use anyhow::{ensure, Context, Result};
+use p2pmem::human_size;
+use p2pmem_perf::memory::{Memory, MemoryOptions};
+use p2pmem_perf::session::open_nics;
+use p2pmem_verbs::Nic;
+
+use crate::cli::{CostArgs, RunArgs};
+use crate::communicator::{Communicator, Done, Sizes};
+use crate::cost;
+use crate::engine::{Engine, ProcessorEngine};
+use crate::group::{Group, GroupOptions};
+use crate::input::{fill, wrong_bytes};
+use crate::pmix::PmixDirectory;
+use crate::report::{measured, print_costs, print_run, times, RankReport, RunReport, SCHEMA};
+use crate::schedule::{Algorithm, Call, Collective, Plan, Ring};
+use crate::transport::verbs::Verbs;
+
+/// Seed of the payload.
+const SEED: u64 = 0x7032_706d_656d;
+
+/// An engine for the memory of a rank, and the place of the memory's first byte for the engine.
+pub type OpenEngine<'a> = &'a dyn Fn(&Memory, &Nic) -> Result<(Box<dyn Engine>, u64)>;
+
+/// Opens the processor as the engine, which can access any mapped memory.
+///
+/// # Errors
+///
+/// None.
+pub fn processor(memory: &Memory, _nic: &Nic) -> Result<(Box<dyn Engine>, u64)> {
+    Ok((Box::new(ProcessorEngine::new(memory.span().clone())), 0))
+}
+
+/// Runs a rank of a job. Rank 0 prints. Returns whether no wrong byte was found.
+///
+/// # Errors
+///
+/// Any error of the call or its preparation. The message says what to do.
+pub fn run(args: &RunArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
+    let directory = PmixDirectory::new()?;
+    let options = GroupOptions {
+        limit: args.timeout,
+        ..GroupOptions::default()
+    };
+    let group = Group::join(Box::new(directory), &options)?;
+    let (report, group) = measure(args, open_engine, group)?;
+    let verified = report.verified != Some(false);
+    let is_first = group.rank() == 0;
+    group.leave(args.timeout)?;
+    if is_first && json {
+        let mut value = serde_json::to_value(&report)?;
+        value["schema"] = SCHEMA.into();
+        writeln!(out, "{value}")?;
+    } else if is_first {
+        print_run(out, &report)?;
+    }
+    Ok(verified)
+}
+
+fn sizes(args: &RunArgs) -> Sizes {
+    Sizes {
+        payload: args.size,
+        chunk: args.chunk,
+        window: args.window,
+    }
+}
+
+fn call(args: &RunArgs) -> Call {
+    Call {
+        collective: args.collective.collective(args.algorithm),
+        element: args.element,
+        reduction: args.reduction,
+        at: 0,
+        bytes: args.size,
+        root: args.root,
+    }
+}
+
+/// Connects the ranks of a group, and measures calls. Every rank gets the report.
+///
+/// # Errors
+///
+/// Those of [`run`]. The other ranks get an error that names this rank.
+pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Result<(RunReport, Group)> {
+    let prepared = prepare(args, open_engine, &group);
+    let (verbs, nic, engine, base, ring) = match prepared {
+        Ok(prepared) => prepared,
+        Err(error) => {
+            group.abort(&format!("{error:#}"));
+            return Err(error);
+        }
+    };
+    let provider = verbs.memory().provider().map(|provider| provider.addr.to_string());
+    let mut communicator = Communicator::new(group, verbs, engine, base, sizes(args), ring.clone(), args.timeout)?;
+    let result = repeat(args, &mut communicator, &ring);
+    let (times_us, done, wrong) = match result {
+        Ok(result) => result,
+        Err(error) => {
+            // Without effect if another rank has failed before.
+            communicator.members().abort(&format!("{error:#}"));
+            return Err(error);
+        }
+    };
+    let engine = communicator.engine().name().to_owned();
+    // The connections stay until all ranks have ended their calls.
+    let group = communicator.members();
+    let own = RankReport {
+        name: group.name(group.rank()).to_owned(),
+        nic: nic.name().to_owned(),
+        provider,
+        engine,
+        done,
+        times_us,
+        wrong_bytes: wrong,
+    };
+    let values = group.exchange(&serde_json::to_vec(&own)?, args.timeout)?;
+    let ranks: Vec<RankReport> = values
+        .iter()
+        .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"))
+        .collect::<Result<_>>()?;
+    Ok((report(args, ranks, &ring)?, communicator.into_members()))
+}
+
+type Prepared = (Verbs, Arc<Nic>, Box<dyn Engine>, u64, Ring);
+
+fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<Prepared> {
+    let ranks = group.ranks();
+    let ring = if args.ring.is_empty() {
+        Ring::by_rank(ranks)
+    } else {
+        let ring = Ring::new(args.ring.clone()).filter(|ring| ring.ranks() == ranks);
+        ring.with_context(|| format!("--ring does not have each of the {ranks} ranks once"))?
+    };
+    let sizes = sizes(args);
+    sizes.check()?;
+    Plan::new(call(args), ring.clone(), sizes.chunk).map_err(anyhow::Error::msg)?;
+    let names: Vec<String> = args.nic.iter().cloned().collect();
+    let nic = open_nics(&names)?.into_iter().next().context("no NIC")?;
+    let memory = MemoryOptions {
+        kind: args.memory,
+        provider: args.device.as_deref(),
+        device: &args.dev_path,
+    };
+    let bytes = sizes.memory(ranks);
+    // A piece, and the messages of flow control.
+    let depth = args.window + 8;
+    let verbs = Verbs::connect(group, &nic, args.gid_index, memory, bytes, depth, args.timeout)
+        .with_context(|| format!("connecting with {} of memory", human_size(bytes)))?;
+    let (engine, base) = open_engine(verbs.memory(), &nic)?;
+    Ok((verbs, nic, engine, base, ring))
+}
+
+fn repeat<E: Engine>(
+    args: &RunArgs,
+    communicator: &mut Communicator<Group, Verbs, E>,
+    ring: &Ring,
+) -> Result<(Vec<f64>, Done, Option<u64>)> {
+    let call = call(args);
+    let plan = Plan::new(call, ring.clone(), args.chunk).map_err(anyhow::Error::msg)?;
+    let (rank, ranks) = (communicator.members().rank(), communicator.members().ranks());
+    let span = communicator.transport().memory().span().clone();
+    let (mut times, mut done, mut wrong) = (Vec::new(), Done::default(), 0);
+    for iteration in 0..=args.iterations {
+        if iteration == 0 || args.verify {
+            fill(&span, &call, SEED, rank)?;
+        }
+        // Ranks that fill their memory at different speed do not count as waiting.
+        communicator.members().barrier(args.timeout)?;
+        let start = Instant::now();
+        done = communicator.call(call)?;
+        let time: Duration = start.elapsed();
+        if iteration > 0 {
+            times.push(time.as_secs_f64() * 1e6);
+        }
+        if args.verify {
+            wrong += wrong_bytes(&span, &plan, SEED, rank, ranks)?;
+        }
+    }
+    Ok((times, done, args.verify.then_some(wrong)))
+}
+
+fn report(args: &RunArgs, ranks: Vec<RankReport>, ring: &Ring) -> Result<RunReport> {
+    ensure!(!ranks.is_empty(), "no rank has reported");
+    let call = call(args);
+    let plan = Plan::new(call, ring.clone(), args.chunk).map_err(anyhow::Error::msg)?;
+    let formula = cost::formula(call.collective, ranks.len(), call.bytes);
+    let measured = measured(&ranks, cost::count(&plan, ranks.len()).most_in_round);
+    let (time_us, shortest_us) = times(&ranks);
+    let busiest = |cost: &cost::Cost| cost.most_sent.max(cost.most_received);
+    let compared: Option<Vec<u64>> = ranks.iter().map(|rank| rank.wrong_bytes).collect();
+    Ok(RunReport {
+        collective: call.collective.name().into(),
+        algorithm: match call.collective {
+            Collective::Allreduce(algorithm) => Some(algorithm.name().into()),
+            _ => None,
+        },
+        element: call.element.name().into(),
+        reduction: call.collective.reduces().then(|| call.reduction.name().into()),
+        bytes: call.bytes,
+        chunk: args.chunk,
+        window: args.window,
+        time_us,
+        shortest_us,
+        ratio: if busiest(&formula) > 0.0 {
+            busiest(&measured) / busiest(&formula)
+        } else {
+            1.0
+        },
+        measured,
+        formula,
+        verified: compared.map(|wrong| wrong.iter().all(|wrong| *wrong == 0)),
+        ranks,
+    })
+}
+
+/// Prints the cost of every algorithm.
+///
+/// # Errors
+///
+/// Those of the output.
+pub fn print_cost(args: &CostArgs, json: bool, out: &mut dyn Write) -> Result<()> {
+    let all = Algorithm::ALL.map(|algorithm| (algorithm.name(), Collective::Allreduce(algorithm)));
+    let others = [Collective::ReduceScatter, Collective::AllGather, Collective::Broadcast];
+    let all: Vec<(&str, Collective)> = all
+        .into_iter()
+        .chain(others.map(|collective| (collective.name(), collective)))
+        .collect();
+    let mut costs = Vec::new();
+    for (name, collective) in all {
+        for ranks in &args.ranks {
+            costs.push((name, *ranks, cost::formula(collective, *ranks, args.size)));
+        }
+    }
+    if json {
+        let entries: Vec<_> = costs
+            .iter()
+            .map(|(name, ranks, cost)| serde_json::json!({ "name": name, "ranks": ranks, "cost": cost }))
+            .collect();
+        writeln!(
+            out,
+            "{}",
+            serde_json::json!({ "schema": SCHEMA, "bytes": args.size, "costs": entries })
+        )?;
+        return Ok(());
+    }
+    writeln!(out, "payload of {} on each rank", human_size(args.size))?;
+    let costs: Vec<_> = costs.iter().map(|(name, ranks, cost)| (*name, *ranks, cost)).collect();
+    print_costs(out, &costs)?;
+    Ok(())
+}
