@@ -121,8 +121,8 @@ impl Endpoint {
         let mut raw = ptr::null_mut();
         // SAFETY: the endpoint is valid by its invariant, and `raw` is valid for a handle. The key is one that UCX packed, as
         // for the address of the endpoint.
-        let status = context
-            .call(|functions| unsafe { (functions.unpack_key)(endpoint.raw, key.as_ptr().cast(), &mut raw) });
+        let status =
+            context.call(|functions| unsafe { (functions.unpack_key)(endpoint.raw, key.as_ptr().cast(), &mut raw) });
         context.functions.check("ucp_ep_rkey_unpack", status)?;
         endpoint.keys().push(raw);
         // INVARIANT: unpacked above for this endpoint, which destroys the key when it is dropped.
@@ -227,9 +227,10 @@ impl RemoteKey {
         let (endpoint, key) = (&self.endpoint, self.raw);
         // SAFETY: endpoint and key are valid by their invariants. `from` is registered memory of `len` bytes, which the worker
         // keeps, and to which no reference exists. UCX does not keep the parameters.
-        let status = endpoint.worker.context.call(|functions| unsafe {
-            (functions.put)(endpoint.raw, from.cast_const(), len, to, key, &param)
-        });
+        let status = endpoint
+            .worker
+            .context
+            .call(|functions| unsafe { (functions.put)(endpoint.raw, from.cast_const(), len, to, key, &param) });
         Request::new("ucp_put_nbx", status, endpoint).begun()
     }
 
