@@ -161,9 +161,9 @@ impl WorkerInner {
 
 impl Drop for WorkerInner {
     fn drop(&mut self) {
-        // SAFETY: a worker by the invariant; endpoints keep it alive, so none is used after this. UCX ends all transfers, and
-        // what they use is dropped after this.
         self.context
+            // SAFETY: a worker by the invariant; endpoints keep it alive, so none is used after this. UCX ends all transfers, and
+            // what they use is dropped after this.
             .call(|functions| unsafe { (functions.destroy_worker)(self.raw) });
     }
 }
