@@ -2,11 +2,12 @@
 
 //! `--mode ucx`: the payload by UCX, the library that MPI and many engines use.
 //!
-//! The memory and its slots are those of the other modes. Each side registers its memory with UCX, for one NIC and its RDMA
-//! transports alone, so that UCX cannot fall back to another NIC or to TCP. The client puts each chunk from its slot into the
-//! server's slot, after the connection exists. A message is done when a flush that the client began after the message is complete: then the bytes are in
-//! the server's memory. There are at most two flushes for the chunks in flight; with a depth of 1, each message has its own.
-//! The server's program only makes progress, until the client is finished: UCX connects by messages between the workers.
+//! The memory and its slots are those of the other modes. Each side registers its memory with UCX, for one NIC and its
+//! RDMA transports alone, so that UCX cannot fall back to another NIC or to TCP. The client puts each chunk from its
+//! slot into the server's slot, after the connection exists. A message is done when a flush that the client began after
+//! the message is complete: then the bytes are in the server's memory. There are at most two flushes for the chunks in
+//! flight; with a depth of 1, each message has its own. The server's program only makes progress, until the client is
+//! finished: UCX connects by messages between the workers.
 //!
 //! The program still registers the memory with the NIC and connects a queue pair, as in the other modes, but no message uses
 //! them.
