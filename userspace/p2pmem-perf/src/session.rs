@@ -493,7 +493,9 @@ impl NicSession {
         }
         if self.test.mode == Mode::Ucx {
             let depth = self.test.in_flight(size);
-            let times = self.ucx()?.send(&slots, depth, clock, own.side.how(), own.side.timeout, stop)?;
+            let times = self
+                .ucx()?
+                .send(&slots, depth, clock, own.side.how(), own.side.timeout, stop)?;
             return Ok(Ran {
                 checked: None,
                 times,

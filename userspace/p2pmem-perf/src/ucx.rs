@@ -2,11 +2,12 @@
 
 //! `--mode ucx`: the payload by UCX, the library that MPI and many engines use.
 //!
-//! The memory and its slots are those of the other modes. Each side registers its memory with UCX, for one NIC and its RDMA
-//! transports alone, so that UCX cannot fall back to another NIC or to TCP. The client puts each chunk from its slot into the
-//! server's slot, after the connection exists. A message is done when a flush that the client began after the message is complete: then the bytes are in
-//! the server's memory. There are at most two flushes for the chunks in flight; with a depth of 1, each message has its own.
-//! The server's program only makes progress, until the client is finished: UCX connects by messages between the workers.
+//! The memory and its slots are those of the other modes. Each side registers its memory with UCX, for one NIC and its
+//! RDMA transports alone, so that UCX cannot fall back to another NIC or to TCP. The client puts each chunk from its
+//! slot into the server's slot, after the connection exists. A message is done when a flush that the client began after
+//! the message is complete: then the bytes are in the server's memory. There are at most two flushes for the chunks in
+//! flight; with a depth of 1, each message has its own. The server's program only makes progress, until the client is
+//! finished: UCX connects by messages between the workers.
 //!
 //! The program still registers the memory with the NIC and connects a queue pair, as in the other modes, but no message uses
 //! them.
@@ -207,10 +208,7 @@ impl Port {
     /// The test was stopped, or UCX cannot wait.
     pub fn serve(&self, finished: &AtomicBool, stop: &Stop) -> Result<()> {
         while !finished.load(Ordering::Relaxed) {
-            ensure!(
-                !stop.load(Ordering::Relaxed),
-                "stopped before the client was finished"
-            );
+            ensure!(!stop.load(Ordering::Relaxed), "stopped before the client was finished");
             if !self.worker.progress() {
                 self.worker.wait(SERVER_SLEEP)?;
             }
@@ -294,7 +292,13 @@ mod tests {
 
     /// Opens UCX over TCP within this machine. `None` if UCX is not installed, which it is in the project's sandbox.
     fn port(span: &Span) -> Option<Port> {
-        let opened = Port::with(&Options::new("lo", "tcp"), "lo", MemoryKind::Cpu, span, span.len() as u64);
+        let opened = Port::with(
+            &Options::new("lo", "tcp"),
+            "lo",
+            MemoryKind::Cpu,
+            span,
+            span.len() as u64,
+        );
         match opened {
             Err(error) if error.root_cause().to_string().contains("UCX is not installed") => {
                 assert!(!Path::new("/etc/p2pmem-kernel").exists(), "{error:#}");
@@ -331,9 +335,16 @@ mod tests {
                 served.join().unwrap().unwrap();
                 times.unwrap()
             });
-            assert_eq!((times.posted.len(), times.done.len()), (messages as usize, messages as usize));
+            assert_eq!(
+                (times.posted.len(), times.done.len()),
+                (messages as usize, messages as usize)
+            );
             assert!(times.done.is_sorted());
-            assert!(times.posted.iter().zip(&times.done).all(|(posted, done)| posted <= done));
+            assert!(times
+                .posted
+                .iter()
+                .zip(&times.done)
+                .all(|(posted, done)| posted <= done));
             let checked = check_target(&target, &slots, GUARD, 5, messages).unwrap();
             assert!(checked.is_correct(), "{size}: {checked:?}");
         }
@@ -351,10 +362,16 @@ mod tests {
         let progress = AtomicU64::new(0);
         let send = |client: &Port, limit, stop: &Stop| {
             let clock = Clock::new(5, 1, Instant::now(), &progress).unwrap();
-            client.send(&slots, 2, clock, How::Events, limit, stop).unwrap_err().to_string()
+            client
+                .send(&slots, 2, clock, How::Events, limit, stop)
+                .unwrap_err()
+                .to_string()
         };
         let error = send(&client, Duration::from_millis(1), &Stop::default());
-        assert!(error.starts_with("the connection") && error.contains("--timeout"), "{error}");
+        assert!(
+            error.starts_with("the connection") && error.contains("--timeout"),
+            "{error}"
+        );
         let stop = Stop::default();
         stop.store(true, Ordering::Relaxed);
         let error = send(&client, LIMIT, &stop);

@@ -119,10 +119,10 @@ impl Endpoint {
         let (endpoint, context) = (&self.inner, &self.inner.worker.context);
         let key = unpack(context.functions, Kind::Key, key)?;
         let mut raw = ptr::null_mut();
-        // SAFETY: the endpoint is valid by its invariant, and `raw` is valid for a handle. The key is one that UCX packed, as
-        // for the address of the endpoint.
-        let status = context
-            .call(|functions| unsafe { (functions.unpack_key)(endpoint.raw, key.as_ptr().cast(), &mut raw) });
+        let status =
+            // SAFETY: the endpoint is valid by its invariant, and `raw` is valid for a handle. The key is one that UCX packed, as
+            // for the address of the endpoint.
+            context.call(|functions| unsafe { (functions.unpack_key)(endpoint.raw, key.as_ptr().cast(), &mut raw) });
         context.functions.check("ucp_ep_rkey_unpack", status)?;
         endpoint.keys().push(raw);
         // INVARIANT: unpacked above for this endpoint, which destroys the key when it is dropped.
@@ -136,10 +136,10 @@ impl Endpoint {
     pub fn flush(&self) -> Request {
         let param = RequestParam::zeroed();
         let endpoint = &self.inner;
-        // SAFETY: the endpoint is valid by its invariant, and UCX does not keep the parameters.
         let status = endpoint
             .worker
             .context
+            // SAFETY: the endpoint is valid by its invariant, and UCX does not keep the parameters.
             .call(|functions| unsafe { (functions.flush)(endpoint.raw, &param) });
         Request::new("ucp_ep_flush_nbx", status, endpoint)
     }
@@ -225,11 +225,12 @@ impl RemoteKey {
     pub fn put(&self, memory: &Memory, at: usize, len: usize, to: u64) -> Result<Request> {
         let (from, param) = self.local(memory, at, len);
         let (endpoint, key) = (&self.endpoint, self.raw);
-        // SAFETY: endpoint and key are valid by their invariants. `from` is registered memory of `len` bytes, which the worker
-        // keeps, and to which no reference exists. UCX does not keep the parameters.
-        let status = endpoint.worker.context.call(|functions| unsafe {
-            (functions.put)(endpoint.raw, from.cast_const(), len, to, key, &param)
-        });
+        let status = endpoint
+            .worker
+            .context
+            // SAFETY: endpoint and key are valid by their invariants. `from` is registered memory of `len` bytes, which the worker
+            // keeps, and to which no reference exists. UCX does not keep the parameters.
+            .call(|functions| unsafe { (functions.put)(endpoint.raw, from.cast_const(), len, to, key, &param) });
         Request::new("ucp_put_nbx", status, endpoint).begun()
     }
 
@@ -246,10 +247,10 @@ impl RemoteKey {
     pub fn get(&self, memory: &Memory, at: usize, len: usize, from: u64) -> Result<Request> {
         let (to, param) = self.local(memory, at, len);
         let (endpoint, key) = (&self.endpoint, self.raw);
-        // SAFETY: as in `put`; devices and UCX may change the memory, as no reference to it exists.
         let status = endpoint
             .worker
             .context
+            // SAFETY: as in `put`; devices and UCX may change the memory, as no reference to it exists.
             .call(|functions| unsafe { (functions.get)(endpoint.raw, to, len, from, key, &param) });
         Request::new("ucp_get_nbx", status, endpoint).begun()
     }
@@ -320,10 +321,10 @@ impl Request {
 
     fn status(&self) -> Status {
         if is_request(self.raw) {
-            // SAFETY: a request by the invariant.
             self.endpoint
                 .worker
                 .context
+                // SAFETY: a request by the invariant.
                 .call(|functions| unsafe { (functions.request_status)(self.raw) })
         } else {
             // A status is the lowest byte of the pointer.
@@ -343,11 +344,11 @@ impl Request {
 impl Drop for Request {
     fn drop(&mut self) {
         if is_request(self.raw) {
-            // SAFETY: a request by the invariant, which is not used after this. UCX completes the transfer also without it, and
-            // the worker keeps the memory.
             self.endpoint
                 .worker
                 .context
+                // SAFETY: a request by the invariant, which is not used after this. UCX completes the transfer also without it, and
+                // the worker keeps the memory.
                 .call(|functions| unsafe { (functions.free_request)(self.raw) });
         }
     }

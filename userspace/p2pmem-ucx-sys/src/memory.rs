@@ -106,8 +106,8 @@ impl Memory {
     pub fn key(&self) -> Result<Vec<u8>> {
         let context = &self.inner.context;
         let (mut bytes, mut len) = (ptr::null_mut(), 0);
-        // SAFETY: context and registration are valid by their invariants, and the pointers are valid for the results.
         let status = context
+            // SAFETY: context and registration are valid by their invariants, and the pointers are valid for the results.
             .call(|functions| unsafe { (functions.pack_key)(context.raw, self.inner.raw, &mut bytes, &mut len) });
         context.functions.check("ucp_rkey_pack", status)?;
         // SAFETY: UCX returned `len` bytes at `bytes`, which stay until they are released below.

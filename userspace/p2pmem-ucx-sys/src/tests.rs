@@ -25,7 +25,11 @@ fn in_sandbox() -> bool {
 fn source() -> String {
     let mut c = String::from("#include <stddef.h>\n#include <ucp/api/ucp.h>\n#include <ucs/config/global_opts.h>\n");
     let mut same = |what: &str, value: i128| {
-        writeln!(c, "_Static_assert((long long)({what}) == {value}LL, \"{what} is not {value}\");").unwrap();
+        writeln!(
+            c,
+            "_Static_assert((long long)({what}) == {value}LL, \"{what} is not {value}\");"
+        )
+        .unwrap();
     };
     macro_rules! layout {
         ($($structure:ident $name:literal: $($field:ident)*;)*) => {
@@ -67,7 +71,10 @@ fn source() -> String {
         ("UCP_MEM_MAP_PARAM_FIELD_MEMORY_TYPE", MEM_MAP_PARAM_MEMORY_TYPE.into()),
         ("UCS_MEMORY_TYPE_HOST", MEMORY_TYPE_HOST.into()),
         ("UCP_EP_PARAM_FIELD_REMOTE_ADDRESS", EP_PARAM_REMOTE_ADDRESS.into()),
-        ("UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE", EP_PARAM_ERR_HANDLING_MODE.into()),
+        (
+            "UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE",
+            EP_PARAM_ERR_HANDLING_MODE.into(),
+        ),
         ("UCP_EP_PARAM_FIELD_ERR_HANDLER", EP_PARAM_ERR_HANDLER.into()),
         ("UCP_ERR_HANDLING_MODE_PEER", ERR_HANDLING_MODE_PEER.into()),
         ("UCP_EP_CLOSE_FLAG_FORCE", EP_CLOSE_FLAG_FORCE.into()),
@@ -197,7 +204,11 @@ fn bytes_move_in_both_directions() {
     for rest in [&moved[..4104], &moved[4112..104_096], &moved[404_096..]] {
         assert!(rest.iter().all(|byte| *byte == 0));
     }
-    complete(&key.get(&local, 500_000, 300_000, to.address() + 104_096).unwrap(), &workers).unwrap();
+    complete(
+        &key.get(&local, 500_000, 300_000, to.address() + 104_096).unwrap(),
+        &workers,
+    )
+    .unwrap();
     assert!(bytes_of(&from)[500_000..800_000] == pattern[100_000..400_000]);
     assert_eq!(endpoint.failure(), None);
     // A transfer whose request and memory are dropped continues, and the worker keeps the memory.
@@ -219,7 +230,11 @@ fn a_worker_that_ends_is_an_error_of_the_connection() {
     );
     let endpoint = Endpoint::new(&client, &server.address().unwrap()).unwrap();
     let key = endpoint.key(&remote.key().unwrap()).unwrap();
-    complete(&key.put(&local, 0, 4096, span.address() + 8192).unwrap(), &[&client, &server]).unwrap();
+    complete(
+        &key.put(&local, 0, 4096, span.address() + 8192).unwrap(),
+        &[&client, &server],
+    )
+    .unwrap();
     complete(&endpoint.flush(), &[&client, &server]).unwrap();
     drop((server, remote, other));
     // Transfers end with an error, or cannot begin.

@@ -96,8 +96,7 @@ impl Worker {
         let (context, raw) = (&self.inner.context, self.inner.raw);
         let (mut bytes, mut len) = (ptr::null_mut(), 0);
         // SAFETY: a worker by the invariant, and the pointers are valid for the results.
-        let status =
-            context.call(|functions| unsafe { (functions.worker_address)(raw, &mut bytes, &mut len) });
+        let status = context.call(|functions| unsafe { (functions.worker_address)(raw, &mut bytes, &mut len) });
         context.functions.check("ucp_worker_get_address", status)?;
         // SAFETY: UCX returned `len` bytes at `bytes`, which stay until they are released below.
         let packed = pack(context.functions, Kind::Address, unsafe {
@@ -162,8 +161,9 @@ impl WorkerInner {
 
 impl Drop for WorkerInner {
     fn drop(&mut self) {
-        // SAFETY: a worker by the invariant; endpoints keep it alive, so none is used after this. UCX ends all transfers, and
-        // what they use is dropped after this.
-        self.context.call(|functions| unsafe { (functions.destroy_worker)(self.raw) });
+        self.context
+            // SAFETY: a worker by the invariant; endpoints keep it alive, so none is used after this. UCX ends all transfers, and
+            // what they use is dropped after this.
+            .call(|functions| unsafe { (functions.destroy_worker)(self.raw) });
     }
 }
