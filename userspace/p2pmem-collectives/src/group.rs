@@ -6,7 +6,7 @@
 //! each other one by TCP. A [`Group`] exchanges small values, such as keys of registered memory, and knows within seconds that a rank
 //! has ended or that its host is down. The payload does not pass through these connections.
 //!
-//! The connections are not encrypted. Both sides prove that they know the secret of the job, which rank 0 makes and the directory tells
+//! The connections are not encrypted. Both sides prove that they know the secret of the job, which rank 0 makes and the directory gives
 //! to the ranks, before they accept each other's messages.
 //!
 //! Files of this module: `record` (what a rank publishes), `handshake` (the first words of a connection), `mesh` (all connections),
@@ -44,7 +44,7 @@ const ABORT: Duration = Duration::from_secs(2);
 
 /// The ranks of a job, as one of them sees them.
 ///
-/// If a group is dropped without [`leave`](Self::leave), the other ranks see that this rank has ended.
+/// If a group is dropped without [`Self::leave`], the other ranks see that this rank has ended.
 #[derive(Debug)]
 pub struct Group {
     watch: Watch,
@@ -176,6 +176,7 @@ impl Group {
         self.watch.shared().check()
     }
 
+<<<<<<< HEAD
     /// Waits until this rank notices a failure, or until the limit.
     ///
     /// # Errors
@@ -189,6 +190,9 @@ impl Group {
     }
 
     /// Tells all ranks that this rank stops, and why: their [`check`](Self::check) fails with the name of this rank and the reason. If
+=======
+    /// Informs all ranks that this rank stops, and why: their [`check`](Self::check) fails with the name of this rank and the reason. If
+>>>>>>> b37784dbe3cad40be059d8cab0d0e74570af658c
     /// this rank has noticed a failure before, the others learn this failure instead. Returns when the connections have accepted the
     /// message, or after a short time. Only the first failure of a group counts, so further calls change nothing.
     pub fn abort(&self, reason: &str) {
@@ -241,11 +245,11 @@ impl Group {
         answers.collect()
     }
 
-    /// Leaves the group, and waits until all ranks leave. The end of a connection is then no failure.
+    /// Ends this rank's part in the group, and waits until all ranks have called this function. The end of a connection is then no failure.
     ///
     /// # Errors
     ///
-    /// A rank has failed, or did not leave within the limit.
+    /// A rank has failed, or did not call the function within the limit.
     pub fn leave(mut self, limit: Duration) -> Result<()> {
         let shared = self.watch.shared();
         let deadline = Instant::now() + limit;

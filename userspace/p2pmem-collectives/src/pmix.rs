@@ -81,7 +81,7 @@ impl Directory for PmixDirectory {
             Err(Error::Timeout { .. }) => {
                 let missing = self.missing(&key, search);
                 if missing.is_empty() {
-                    bail!("the launcher did not tell the ranks about each other within {limit:?}: is its daemon on each node up?");
+                    bail!("the launcher did not exchange the values of the ranks within {limit:?}: is its daemon on each node up?");
                 }
                 bail!("{} did not join within {limit:?}", missing.join(", "));
             }

@@ -273,7 +273,7 @@ impl Pending {
 impl Drop for Client {
     /// Ends the connection to the server. PMIx waits for its server for a short time at most.
     fn drop(&mut self) {
-        // SAFETY: each client is one successful PMIx_Init(), which PMIx counts. The arguments of requests under way stay valid, because
+        // SAFETY: each client is one successful PMIx_Init(), which PMIx counts. The arguments of pending requests stay valid, because
         // the table keeps them until their callbacks, forever if PMIx does not call these. An array of no elements may be null.
         unsafe { (self.functions.finalize)(ptr::null(), 0) };
     }

@@ -63,7 +63,7 @@ struct Entry {
     end: Sender<End>,
 }
 
-/// The calls that are under way, by the contexts of their callbacks.
+/// The pending calls, by the contexts of their callbacks.
 struct Table {
     last: usize,
     entries: BTreeMap<usize, Entry>,
@@ -78,7 +78,7 @@ fn lock() -> MutexGuard<'static, Table> {
     TABLE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A call that is under way.
+/// A pending call.
 pub(crate) struct Request {
     functions: &'static Functions,
     call: &'static str,
@@ -137,7 +137,7 @@ impl Request {
     }
 }
 
-/// Ends a call, if it is under way.
+/// Ends a call, if it is pending.
 fn finish(id: usize, code: c_int, value: Value) {
     let Some(entry) = lock().entries.remove(&id) else {
         return;

@@ -20,7 +20,7 @@ pub(crate) enum Message {
     Query { number: u64 },
     /// The answer to the query with this number.
     Answer { number: u64, calls: u64 },
-    /// The last message: the sender leaves the group.
+    /// The last message: the sender ends its part in the group.
     Bye,
 }
 

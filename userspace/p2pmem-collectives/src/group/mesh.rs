@@ -632,7 +632,7 @@ impl Joining<'_> {
         }
     }
 
-    /// Tells the reason to the ranks that are connected, so that they do not wait for their limit.
+    /// Sends the reason to the ranks that are connected, so that they do not wait for their limit.
     fn tell(&self, error: &anyhow::Error) {
         let mut bytes = Vec::new();
         let message = Message::Failed {

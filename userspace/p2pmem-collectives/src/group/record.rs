@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a rank tells the others through the directory: where it listens, and rank 0 the secret of the job.
+//! What a rank publishes for the others through the directory: where it listens, and rank 0 the secret of the job.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 
@@ -20,7 +20,7 @@ struct Head {
     host: String,
 }
 
-/// What a rank tells the others.
+/// What a rank publishes for the others.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Record {
     version: u32,
@@ -93,7 +93,7 @@ impl Record {
 ///
 /// # Errors
 ///
-/// The kernel does not tell the addresses.
+/// The kernel does not list the addresses.
 pub(crate) fn host_addresses() -> Result<Vec<IpAddr>> {
     let interfaces = nix::ifaddrs::getifaddrs().context("listing the addresses of this host")?;
     let mut all: Vec<IpAddr> = Vec::new();

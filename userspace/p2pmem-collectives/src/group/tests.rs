@@ -320,7 +320,7 @@ fn leaving_is_no_failure_unless_a_rank_is_needed() {
             gone.wait();
             return;
         }
-        // The other ranks learn that rank 0 leaves, and nothing fails, until an exchange needs rank 0.
+        // The other ranks learn that rank 0 has left, and nothing fails, until an exchange needs rank 0.
         if group.rank() == 1 {
             let found = wait_for_failure(&group);
             assert_eq!(
@@ -338,7 +338,7 @@ fn leaving_is_no_failure_unless_a_rank_is_needed() {
 }
 
 #[test]
-fn a_rank_that_does_not_leave_is_named() {
+fn a_rank_that_stays_in_the_group_is_named() {
     let done = Gate::new(2);
     each_rank(2, |group| {
         if group.rank() == 0 {
@@ -572,7 +572,7 @@ fn a_rank_that_fails_while_others_join_is_named() {
     let (own, mut one, two) = (all.next().unwrap(), all.next().unwrap(), all.next().unwrap());
     thread::scope(|scope| {
         scope.spawn(|| publish(two, &record));
-        // The limit of rank 1 ends, which it tells to rank 0, whose limit never ends.
+        // The limit of rank 1 ends, which it reports to rank 0, whose limit never ends.
         scope.spawn(move || Mesh::connect(&mut one, &options(1, Duration::from_secs(3))).unwrap_err());
         let text = Group::join(Box::new(own), &options(0, LIMIT)).unwrap_err().to_string();
         assert!(

@@ -80,7 +80,7 @@ pub(crate) struct Peer {
     received: u64,
     /// Values of exchanges that this rank has not finished: at most two.
     pub(crate) values: VecDeque<Vec<u8>>,
-    /// Whether the rank has said that it leaves.
+    /// Whether the rank has sent its last message.
     pub(crate) has_left: bool,
     /// The number of the last query that the rank has answered, and its answer.
     pub(crate) answer: (u64, u64),
