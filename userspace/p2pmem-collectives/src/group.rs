@@ -176,7 +176,6 @@ impl Group {
         self.watch.shared().check()
     }
 
-<<<<<<< HEAD
     /// Waits until this rank notices a failure, or until the limit.
     ///
     /// # Errors
@@ -189,10 +188,7 @@ impl Group {
         state.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Tells all ranks that this rank stops, and why: their [`check`](Self::check) fails with the name of this rank and the reason. If
-=======
     /// Informs all ranks that this rank stops, and why: their [`check`](Self::check) fails with the name of this rank and the reason. If
->>>>>>> b37784dbe3cad40be059d8cab0d0e74570af658c
     /// this rank has noticed a failure before, the others learn this failure instead. Returns when the connections have accepted the
     /// message, or after a short time. Only the first failure of a group counts, so further calls change nothing.
     pub fn abort(&self, reason: &str) {
