@@ -100,7 +100,7 @@ pub struct RunArgs {
     #[arg(long)]
     pub verify: bool,
 
-    /// Most bytes of a piece: a piece is reduced while others are on their way.
+    /// Most bytes of a piece: a piece is reduced while others are in flight.
     #[arg(long, value_name = "SIZE", value_parser = size, default_value = "256K")]
     pub chunk: u64,
 

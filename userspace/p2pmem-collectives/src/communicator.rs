@@ -5,14 +5,14 @@
 //! # Flow control
 //!
 //! Each rank has slots for the pieces of a number of tasks, its window. A rank *opens* the tasks of a call when it enters the call,
-//! and further tasks when the first open ones have ended. It tells this to the ranks that send to it, which send a piece only to a rank
+//! and further tasks when the first open ones have ended. It announces this to the ranks that send to it, which send a piece only to a rank
 //! that has opened its task. So slots are never overwritten too early, a rank that has not entered the call gets nothing, and calls do
 //! not deadlock: the first task that has not ended is open on all ranks, and depends on no other task.
 //!
 //! # Order of accesses
 //!
-//! The engine starts after the completion of the write that brought the piece, by a store of the processor to the device. Both go the
-//! same way to the device, the write first. The NIC reads a piece only after the engine has reported that its result is visible.
+//! The engine starts after the completion of the write that brought the piece, by a store of the processor to the device. Both take the
+//! same path to the device, the write first. The NIC reads a piece only after the engine has reported that its result is visible.
 
 #[cfg(test)]
 mod tests;
@@ -92,7 +92,7 @@ pub trait Members {
     ///
     /// The first failure.
     fn wait_for_failure(&self, limit: Duration) -> Result<(), Failure>;
-    /// Tells all ranks that this one stops, and why.
+    /// Informs all ranks that this one stops, and why.
     fn abort(&self, reason: &str);
     /// Sets the number of calls that this rank has entered.
     fn set_progress(&self, calls: u64);
@@ -364,7 +364,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         }
     }
 
-    /// Marks the group as failed, and tells all ranks why. Returns the error with the name of the rank that has failed, if
+    /// Marks the group as failed, and informs all ranks why. Returns the error with the name of the rank that has failed, if
     /// another one has.
     fn fail(&mut self, error: Error) -> Error {
         self.failed = true;
@@ -603,7 +603,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         Ok(moved)
     }
 
-    /// Tells the ranks that send to this one which tasks are open.
+    /// Informs the ranks that send to this one which tasks are open.
     fn announce(&mut self, execution: &mut Execution) -> Result<bool, Error> {
         let tasks = low(execution.first + execution.open);
         let part = (execution.window / 4).max(1);

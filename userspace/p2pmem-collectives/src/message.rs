@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_announcement_has_room() {
+    fn the_longest_announcement_fits() {
         let announcement = Announcement {
             number: u64::MAX,
             call: Call {

@@ -179,6 +179,10 @@ pub struct ServeArgs {
     /// Serve one client after another, until the program is interrupted.
     #[arg(long)]
     pub forever: bool,
+
+    /// Allow clients to use --mode ucx. UCX trusts the bytes of the client: a malicious client can corrupt this process.
+    #[arg(long)]
+    pub ucx: bool,
 }
 
 /// Options of the client.

@@ -75,6 +75,10 @@ fn run_test(control: &mut Control, args: &ServeArgs) -> Result<()> {
     );
     let own = &own_args(&args.own, &test)?;
     test.check().map_err(anyhow::Error::msg)?;
+    ensure!(
+        args.ucx || test.mode != Mode::Ucx,
+        "the server does not allow --mode ucx, because UCX trusts the client's bytes: start the server with --ucx if the client can be trusted"
+    );
     let nics = open_nics(&own.side.nic)?;
     // With staged messages and calls, as much host memory may be needed as memory.
     let halves = test.staged || test.mode == Mode::Rpc;

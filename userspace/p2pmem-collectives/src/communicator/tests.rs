@@ -341,7 +341,7 @@ proptest! {
         }
     }
 
-    /// Ranks may be a call ahead of others: nothing is lost, and nobody waits for ever.
+    /// Ranks may be a call ahead of others: nothing is lost, and every call ends.
     #[test]
     fn calls_follow_each_other_without_a_barrier((ring, calls, window, depth, seed) in case()) {
         let sizes = Sizes { window, ..SIZES };

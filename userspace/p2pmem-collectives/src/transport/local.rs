@@ -15,7 +15,7 @@ use crate::message::ANNOUNCEMENT;
 
 use super::{Event, Transport, Write};
 
-/// A message on its way.
+/// A message that was not delivered yet.
 struct Message {
     /// Source, bytes, and target.
     piece: Option<(u64, u64, u64)>,
@@ -91,7 +91,7 @@ impl Network {
         true
     }
 
-    /// Returns whether nothing is on its way.
+    /// Returns whether all messages were delivered.
     pub fn is_idle(&self) -> bool {
         self.messages.iter().flatten().all(VecDeque::is_empty)
     }

@@ -74,7 +74,7 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
 
 fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     let program = tool("p2pmem-collectives-accel")?;
-    // A broadcast to one node is one-way traffic: the rate of the link.
+    // A broadcast to one node is traffic in one direction: the rate of the link.
     let (link, _) = collective(bed, &program, 2, &format!("--collective broadcast --size {LINK_PAYLOAD}"))?;
     let link_rate = LINK_PAYLOAD as f64 / (link.time_us / 1e6);
     report.link_mib_per_s = link_rate / f64::from(1 << 20);
