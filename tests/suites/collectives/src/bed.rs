@@ -49,7 +49,7 @@ impl Bed {
         let ctl = tool("p2pmemctl")?;
         for node in NODES {
             script.run(node, &["insmod", module])?;
-            let address = script.device(node, "accel0")?.address.clone();
+            let address = script.device(node, "accel0")?.bdf.clone();
             script.run(node, &[&ctl, "publish", &address, "--kernel-reserve", "0"])?;
         }
         Ok(Self { script, clients })
@@ -66,7 +66,7 @@ impl Bed {
         let clients = &self.clients;
         let names = nodes.join(",");
         let start = format!(
-            "export P2PMEM_CLIENTS={clients} P2PMEM_RDMA_NIC0=mlx5_0; {clients}/with-names.sh {clients}/mpirun-nodes.sh {names} {program}"
+            "export P2PMEM_CLIENTS={clients}; {clients}/with-names.sh {clients}/mpirun-nodes.sh {names} {program}"
         );
         let serve = format!("{clients}/with-names.sh {clients}/remote-shell.py serve");
         let before = self.script.cluster.snapshot()?;
@@ -111,7 +111,7 @@ impl Bed {
         let ctl = tool("p2pmemctl")?;
         let list: Value = serde_json::from_str(&self.script.run(node, &[&ctl, "list", "--json"])?)?;
         ensure!(list["info"]["buffers"] == 0, "buffers are left: {}", list["info"]);
-        let address = self.script.device(node, "accel0")?.address.clone();
+        let address = self.script.device(node, "accel0")?.bdf.clone();
         self.script.run(node, &[&ctl, "unpublish", &address])?;
         self.script.run(node, &["rmmod", "p2pmem"]).map(drop)
     }

@@ -96,7 +96,7 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     for nodes in NODES {
         let python = clients.join("mpi-allreduce.py");
         let ctl = tool("p2pmemctl")?;
-        let script = format!("{ctl} run --near mlx5_0 -- python3 -m mpi4py {} {PAYLOAD} {CALLS}", python.display());
+        let script = format!("{ctl} run --near \"$P2PMEM_RDMA_NIC0\" -- python3 -m mpi4py {} {PAYLOAD} {CALLS}", python.display());
         let (text, nics) = bed.run(nodes, &script)?;
         let time_ms: f64 = text
             .lines()
