@@ -44,7 +44,10 @@ impl Bed {
     ///
     /// A guest does not boot, or a command fails.
     pub fn boot(release: &str, module: &str, clients: &Path) -> Result<Self> {
-        let clients = clients.to_str().context("the path of the scripts is not UTF-8")?.to_owned();
+        let clients = clients
+            .to_str()
+            .context("the path of the scripts is not UTF-8")?
+            .to_owned();
         let mut script = Script::boot("collectives", release)?;
         let ctl = tool("p2pmemctl")?;
         for node in NODES {
@@ -84,13 +87,20 @@ impl Bed {
         if NODES.iter().any(|node| failed(node)) {
             let all = NODES.map(|node| {
                 let outcome = &outcomes[node];
-                format!("{node}: {:?} {} {}", outcome.status, text(&outcome.stdout), text(&outcome.stderr))
+                format!(
+                    "{node}: {:?} {} {}",
+                    outcome.status,
+                    text(&outcome.stdout),
+                    text(&outcome.stderr)
+                )
             });
             anyhow::bail!("{program}:\n{}", all.join("\n"));
         }
         let counted = nodes
             .iter()
-            .map(|node| nic_bytes(&counters[node]["nic0"]["counters"]["payload"]).with_context(|| format!("counters of {node}")))
+            .map(|node| {
+                nic_bytes(&counters[node]["nic0"]["counters"]["payload"]).with_context(|| format!("counters of {node}"))
+            })
             .collect::<Result<_>>()?;
         Ok((text(&outcomes[NODES[0]].stdout), counted))
     }
@@ -118,7 +128,11 @@ impl Bed {
 }
 
 fn nic_bytes(payload: &Value) -> Result<NicBytes> {
-    let counter = |name: &str| payload[name].as_u64().with_context(|| format!("no counter {name} in {payload}"));
+    let counter = |name: &str| {
+        payload[name]
+            .as_u64()
+            .with_context(|| format!("no counter {name} in {payload}"))
+    };
     Ok(NicBytes {
         peer_read: counter("peer_read")?,
         peer_written: counter("peer_written")?,

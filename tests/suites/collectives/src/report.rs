@@ -51,7 +51,11 @@ impl Cost {
     /// second.
     pub fn measured(report: &RunReport, nics: &[NicBytes], calls: u32, link: f64) -> Self {
         let per_call = |bytes: u64| bytes as f64 / f64::from(calls);
-        let busiest = nics.iter().map(|nic| nic.peer_read.max(nic.peer_written)).max().unwrap_or(0);
+        let busiest = nics
+            .iter()
+            .map(|nic| nic.peer_read.max(nic.peer_written))
+            .max()
+            .unwrap_or(0);
         let bytes_measured = per_call(busiest);
         let formula = report.formula.most_sent.max(report.formula.most_received);
         let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
@@ -151,7 +155,10 @@ impl Report {
                 failures.push(format!("{what}: {:.4} host bytes for a byte", cost.host_bytes_per_byte));
             }
             if cost.algorithm == "ring" && cost.ratio_to_link < LINK_RATIO {
-                failures.push(format!("{what}: {:.2} of the link's rate, less than {LINK_RATIO}", cost.ratio_to_link));
+                failures.push(format!(
+                    "{what}: {:.2} of the link's rate, less than {LINK_RATIO}",
+                    cost.ratio_to_link
+                ));
             }
         }
         if self.cost.iter().all(|cost| cost.simulated || cost.algorithm != "ring") {

@@ -75,10 +75,19 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
 fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     let program = tool("p2pmem-collectives-accel")?;
     // A broadcast to one node is traffic in one direction: the rate of the link.
-    let (link, _) = collective(bed, &program, 2, &format!("--collective broadcast --size {LINK_PAYLOAD}"))?;
+    let (link, _) = collective(
+        bed,
+        &program,
+        2,
+        &format!("--collective broadcast --size {LINK_PAYLOAD}"),
+    )?;
     let link_rate = LINK_PAYLOAD as f64 / (link.time_us / 1e6);
     report.link_mib_per_s = link_rate / f64::from(1 << 20);
-    println!("2. Allreduce of f32 in accelerators, {} KiB on each node; the link carries {:.1} MiB/s", PAYLOAD >> 10, report.link_mib_per_s);
+    println!(
+        "2. Allreduce of f32 in accelerators, {} KiB on each node; the link carries {:.1} MiB/s",
+        PAYLOAD >> 10,
+        report.link_mib_per_s
+    );
     for nodes in NODES {
         for algorithm in Algorithm::ALL {
             let options = format!("--algorithm {} --size {PAYLOAD} --verify", algorithm.name());
@@ -90,20 +99,28 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
         report.cost.push(simulate(algorithm)?);
     }
     print(&table(report));
-    println!("   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules.");
+    println!(
+        "   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules."
+    );
 
     println!("3. MPI_Allreduce of Open MPI over UCX, on the same memory");
     for nodes in NODES {
         let python = clients.join("mpi-allreduce.py");
         let ctl = tool("p2pmemctl")?;
-        let script = format!("{ctl} run --near \"$P2PMEM_RDMA_NIC0\" -- python3 -m mpi4py {} {PAYLOAD} {CALLS}", python.display());
+        let script = format!(
+            "{ctl} run --near \"$P2PMEM_RDMA_NIC0\" -- python3 -m mpi4py {} {PAYLOAD} {CALLS}",
+            python.display()
+        );
         let (text, nics) = bed.run(nodes, &script)?;
         let time_ms: f64 = text
             .lines()
             .find_map(|line| line.strip_prefix("milliseconds "))
             .and_then(|time| time.parse().ok())
             .with_context(|| format!("no time in {text:?}"))?;
-        let ring = report.cost.iter().find(|cost| cost.nodes == nodes && cost.algorithm == "ring");
+        let ring = report
+            .cost
+            .iter()
+            .find(|cost| cost.nodes == nodes && cost.algorithm == "ring");
         let ring = ring.context("no ring")?.time_ms;
         let host: u64 = nics.iter().map(|nic| nic.host).sum();
         let payload = PAYLOAD * nodes as u64 * u64::from(CALLS + 1);
@@ -147,17 +164,36 @@ fn simulate(algorithm: Algorithm) -> Result<Cost> {
     let plan = Plan::new(call, Ring::by_rank(SIMULATED), CHUNK).map_err(anyhow::Error::msg)?;
     let counted = cost::count(&plan, SIMULATED);
     let formula = cost::formula(call.collective, SIMULATED, PAYLOAD);
-    Ok(Cost::simulated(algorithm.name(), SIMULATED, PAYLOAD, &counted, &formula))
+    Ok(Cost::simulated(
+        algorithm.name(),
+        SIMULATED,
+        PAYLOAD,
+        &counted,
+        &formula,
+    ))
 }
 
 fn table(report: &Report) -> Table {
     let mut table = Table::new();
     table.load_preset(NOTHING).set_header([
-        "algorithm", "nodes", "rounds", "fan-in", "bytes", "formula", "ratio", "ms", "of the link", "host bytes/byte",
+        "algorithm",
+        "nodes",
+        "rounds",
+        "fan-in",
+        "bytes",
+        "formula",
+        "ratio",
+        "ms",
+        "of the link",
+        "host bytes/byte",
     ]);
     for cost in &report.cost {
         let number = |value: f64, digits: usize| {
-            if value.is_nan() { "-".to_owned() } else { format!("{value:.digits$}") }
+            if value.is_nan() {
+                "-".to_owned()
+            } else {
+                format!("{value:.digits$}")
+            }
         };
         table.add_row([
             cost.algorithm.clone(),
