@@ -113,14 +113,21 @@ impl Bed {
     /// A command fails.
     pub fn perf_together<T: DeserializeOwned>(&mut self, host: &str, runs: &[(&[usize], &str)]) -> Result<Vec<T>> {
         let (mut serve, mut run, perf) = (String::new(), "set -e\npids=()\n".to_owned(), self.perf.clone());
+        // UCX registers buffers by their addresses, which takes the shim.
+        let by_ucx = runs.iter().any(|(_, arguments)| arguments.contains("--mode ucx"));
+        let (shim, allow) = if by_ucx {
+            (format!("LD_PRELOAD={} ", tool("libp2pmem_preload.so")?), " --ucx")
+        } else {
+            (String::new(), "")
+        };
         for (index, (nics, arguments)) in runs.iter().enumerate() {
             let port = PORT + index as u16;
             serve += &format!(
-                "{perf} serve --forever --events --nic {} --port {port} 2>/dev/null &\n",
+                "{shim}{perf} serve{allow} --forever --events --nic {} --port {port} 2>/dev/null &\n",
                 self.nics(NODES[1], nics)?
             );
             run += &format!(
-                "{perf} --json {} --nic {} --port {port} >/run/perf.{index} & pids+=($!)\n",
+                "{shim}{perf} --json {} --nic {} --port {port} >/run/perf.{index} & pids+=($!)\n",
                 arguments.replace("HOST", host),
                 self.nics(NODES[0], nics)?
             );

@@ -22,6 +22,8 @@ const LINK_RATIO: f64 = 0.9;
 const MOST_LINK_RATIO: f64 = 1.1;
 /// From this number on, host bytes for a byte of payload are not 0: NICs also move the words that count handled messages.
 const NO_HOST_BYTES: f64 = 0.001;
+/// As [`NO_HOST_BYTES`], of UCX, which also connects by messages in host memory.
+const NO_HOST_BYTES_BY_UCX: f64 = 0.01;
 /// The part of a two-sided call's instructions up to which those of a one-sided call are 0.
 const NO_INSTRUCTIONS: f64 = 0.01;
 /// The least host bytes for a byte of payload that is staged or sent over TCP.
@@ -61,6 +63,8 @@ pub enum Group {
     Staged,
     /// TCP.
     Tcp,
+    /// Puts of UCX.
+    Ucx,
 }
 
 impl Group {
@@ -70,15 +74,17 @@ impl Group {
             Self::Rdma => "--mode write,read,send,write-imm",
             Self::Staged => "--mode write --staged",
             Self::Tcp => "--mode tcp",
+            Self::Ucx => "--mode ucx",
         }
     }
 
     /// Returns whether a mode belongs to the group. The matrix of staged writes has direct ones beside them.
     pub fn has(self, mode: &str) -> bool {
         match self {
-            Self::Rdma => mode != "staged" && mode != "tcp",
+            Self::Rdma => !["staged", "tcp", "ucx"].contains(&mode),
             Self::Staged => mode == "staged",
             Self::Tcp => mode == "tcp",
+            Self::Ucx => mode == "ucx",
         }
     }
 }
@@ -298,13 +304,16 @@ impl Report {
                     cell.ratio_to_link
                 ));
             }
-            let expected = if is_rdma {
+            let is_ucx = Group::Ucx.has(&cell.mode);
+            let is_direct = is_rdma || is_ucx;
+            let expected = if is_direct {
                 ends_in_host(&cell.from, &cell.to)
             } else {
                 STAGED_HOST_BYTES
             };
             let host = cell.host_bytes_per_byte;
-            if is_rdma && (host - expected).abs() >= NO_HOST_BYTES || !is_rdma && host < expected - NO_HOST_BYTES {
+            let nothing = if is_ucx { NO_HOST_BYTES_BY_UCX } else { NO_HOST_BYTES };
+            if is_direct && (host - expected).abs() >= nothing || !is_direct && host < expected - nothing {
                 missed.push(format!(
                     "{name}: {host:.4} host bytes for a byte; {expected} are expected"
                 ));
@@ -406,6 +415,9 @@ mod tests {
         assert_eq!(bytes(&measured, Group::Staged, (2 * 2 + 4 + 8) * MIB, 2 * MIB), [2.0]);
         let measured = matrix(&[("cpu", "fpga", "tcp")]);
         assert_eq!(bytes(&measured, Group::Tcp, 2 * 2 * MIB, 2 * MIB), [256.0]);
+        // The link's measurement beside puts of UCX.
+        let measured = matrix(&[("accelerator", "accelerator", "ucx")]);
+        assert_eq!(bytes(&measured, Group::Ucx, (2 * 2 + 4) * MIB, 2 * MIB), [1.0]);
     }
 
     #[test]
@@ -482,6 +494,8 @@ mod tests {
             })
         };
         assert_eq!(through_host(2.1, "tcp"), "");
+        assert_eq!(through_host(0.009, "ucx"), "");
+        assert!(through_host(0.02, "ucx").contains("0.0200 host bytes for a byte; 0 are expected"));
         assert!(through_host(1.9, "staged").contains("1.9000 host bytes for a byte; 2 are expected"));
     }
 }

@@ -22,6 +22,8 @@ use p2pmem_vm::qemu::utf8;
 
 /// The memories of the matrix.
 const MEMORIES: [&str; 4] = ["cpu", "accelerator", "cmb", "fpga"];
+/// The memories between which UCX moves messages.
+const BY_UCX: [&str; 2] = ["cpu", "accelerator"];
 /// The server's address on the network of the guests.
 const HOST: &str = "\"$P2PMEM_ADDR_B\"";
 /// The server's address on the network of the first NICs: IP over InfiniBand.
@@ -93,9 +95,14 @@ fn print(title: &str, lines: Vec<String>) {
 /// Measures the matrix, and one and two ports, on links of a fixed rate.
 fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
     println!("2. Every pair of memories by every mode, on links of a fixed rate");
-    for group in [Group::Rdma, Group::Staged, Group::Tcp] {
-        for from in MEMORIES {
-            for to in MEMORIES {
+    for (group, memories) in [
+        (Group::Rdma, &MEMORIES[..]),
+        (Group::Staged, &MEMORIES),
+        (Group::Tcp, &MEMORIES),
+        (Group::Ucx, &BY_UCX),
+    ] {
+        for from in memories {
+            for to in memories {
                 let found = pair(bed, group, from, to, &mut report.link_mib_per_s)?;
                 report.matrix.extend(found);
             }
