@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::element::{Element, Reduction};
 use crate::engine::{Engine, Job, Operation};
-use crate::group::{Failure, Group};
+use crate::group::{list, Failure, Group};
 use crate::message::{low, whole, Announcement, Immediate};
 use crate::schedule::{Algorithm, Call, Collective, Place, Plan, Ring, Step, Task};
 use crate::transport::{Event, Transport, Write};
@@ -204,8 +204,19 @@ pub struct Done {
     pub rounds: u32,
     /// The most ranks from which messages of one round arrived.
     pub fan_in: u32,
+    /// The most bytes of the payload that this rank sent or received in one round.
+    pub most_in_round: u64,
     /// Bytes that the engine reduced or copied.
     pub engine: u64,
+}
+
+/// What a rank did in a round.
+#[derive(Debug, Clone, Copy, Default)]
+struct Round {
+    sent: u64,
+    received: u64,
+    /// The ranks whose messages arrived, by bits.
+    senders: u32,
 }
 
 /// The state of a task.
@@ -384,29 +395,23 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
     fn stalled(&self, execution: &Execution) -> Error {
         let name = |rank: usize| self.members.name(rank).to_owned();
         let progress = self.members.progress(PROGRESS_LIMIT);
-        let late = |(_, calls): &(usize, &Option<u64>)| calls.is_some_and(|calls| calls < self.calls);
-        let missing: Vec<String> = progress
-            .iter()
-            .enumerate()
-            .filter(late)
-            .map(|(rank, _)| name(rank))
-            .collect();
-        let silent = |(_, calls): &(usize, &Option<u64>)| calls.is_none();
-        let silent: Vec<String> = progress
-            .iter()
-            .enumerate()
-            .filter(silent)
-            .map(|(rank, _)| name(rank))
-            .collect();
+        let those = |matches: &dyn Fn(Option<u64>) -> bool| -> Vec<String> {
+            let ranks = progress.iter().enumerate();
+            ranks
+                .filter(|(_, calls)| matches(**calls))
+                .map(|(rank, _)| name(rank))
+                .collect()
+        };
+        let missing = those(&|calls| calls.is_some_and(|calls| calls < self.calls));
+        let silent = those(&|calls| calls.is_none());
         let own = execution.announcement.describe();
         let what = if !missing.is_empty() {
-            format!("{} did not enter {own}", missing.join(" and "))
+            format!("{} did not enter {own}", list(&missing))
         } else if !silent.is_empty() {
-            format!("{} does not respond in {own}", silent.join(" and "))
+            format!("{} does not respond in {own}", list(&silent))
         } else {
-            let wait = execution.waits_for();
-            let wait: Vec<String> = wait.into_iter().map(name).collect();
-            format!("{own} waits for {}", wait.join(" and "))
+            let wait: Vec<String> = execution.waits_for().into_iter().map(name).collect();
+            format!("{own} waits for {}", list(&wait))
         };
         Error::Stalled {
             limit: self.limit,
@@ -456,7 +461,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             states: vec![Progress::default(); schedule.tasks.len()],
             tasks: schedule.tasks,
             jobs: 0,
-            senders: Vec::new(),
+            rounds: Vec::new(),
             done: Done::default(),
         })
     }
@@ -554,15 +559,16 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             return Err(self.unexpected(from, &format!("a piece of task {number}, which is not open")));
         };
         state.arrived.push(from);
+        let bytes = task.bytes;
+        let traffic = execution.round(round);
+        traffic.received += bytes;
+        traffic.senders |= 1_u32 << from;
+        let (in_round, fan_in) = (traffic.received, traffic.senders.count_ones());
         let done = &mut execution.done;
-        done.received += task.bytes;
+        done.received += bytes;
         done.rounds = done.rounds.max(u32::from(round) + 1);
-        let round = usize::from(round);
-        if execution.senders.len() <= round {
-            execution.senders.resize(round + 1, 0);
-        }
-        execution.senders[round] |= 1_u32 << from;
-        done.fan_in = done.fan_in.max(execution.senders[round].count_ones());
+        done.most_in_round = done.most_in_round.max(in_round);
+        done.fan_in = done.fan_in.max(fan_in);
         Ok(())
     }
 
@@ -665,8 +671,16 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                 }
                 self.sending[to].push_back(Some(index));
                 state.sending += 1;
-                execution.done.sent += task.bytes;
-                execution.done.messages += 1;
+                state.step += 1;
+                let bytes = task.bytes;
+                let traffic = execution.round(round);
+                traffic.sent += bytes;
+                let in_round = traffic.sent;
+                let done = &mut execution.done;
+                done.sent += bytes;
+                done.messages += 1;
+                done.most_in_round = done.most_in_round.max(in_round);
+                return Ok(true);
             }
             Step::Receive { from } => {
                 let Some(at) = state.arrived.iter().position(|rank| *rank == from) else {
@@ -745,12 +759,20 @@ struct Execution {
     states: Vec<Progress>,
     /// Jobs of the engine that have not completed.
     jobs: usize,
-    /// The ranks whose messages arrived in each round, by bits.
-    senders: Vec<u32>,
+    /// What this rank did in each round.
+    rounds: Vec<Round>,
     done: Done,
 }
 
 impl Execution {
+    fn round(&mut self, round: u8) -> &mut Round {
+        let round = usize::from(round);
+        if self.rounds.len() <= round {
+            self.rounds.resize(round + 1, Round::default());
+        }
+        &mut self.rounds[round]
+    }
+
     fn has_ended(&self, index: usize) -> bool {
         let Some(state) = self.states.get(index) else {
             return false;

@@ -22,8 +22,25 @@ pub struct Cost {
     pub fan_in: u32,
 }
 
+impl Cost {
+    /// Returns the bytes of the busiest rank, sent or received, whichever is more.
+    pub fn busiest(&self) -> f64 {
+        self.most_sent.max(self.most_received)
+    }
+
+    /// Returns the bytes of the busiest rank, relative to those of another cost. 1 if a call moves nothing, as that of one rank.
+    pub fn ratio_to(&self, other: &Self) -> f64 {
+        if other.busiest() > 0.0 {
+            self.busiest() / other.busiest()
+        } else {
+            1.0
+        }
+    }
+}
+
 /// Counts the cost of a call from the schedules of its ranks.
-pub fn count(plan: &Plan, ranks: usize) -> Cost {
+pub fn count(plan: &Plan) -> Cost {
+    let ranks = plan.ring().ranks();
     // By round and rank: bytes sent, bytes received, and whether a rank receives from another one.
     let mut rounds: Vec<Vec<Traffic>> = Vec::new();
     for rank in 0..ranks {
@@ -121,7 +138,7 @@ mod tests {
             for ranks in 1..=8 {
                 // All ranks have segments of the same size.
                 let bytes = 840 << 10;
-                let counted = count(&plan(collective, ranks, bytes), ranks);
+                let counted = count(&plan(collective, ranks, bytes));
                 assert_eq!(
                     counted,
                     formula(collective, ranks, bytes),
@@ -133,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_ring_of_uneven_segments_is_near_the_formula() {
-        let counted = count(&plan(Collective::Allreduce(Algorithm::Ring), 7, 1 << 20), 7);
+        let counted = count(&plan(Collective::Allreduce(Algorithm::Ring), 7, 1 << 20));
         let formula = formula(Collective::Allreduce(Algorithm::Ring), 7, 1 << 20);
         assert!(
             (counted.most_sent / formula.most_sent - 1.0).abs() < 1e-3,

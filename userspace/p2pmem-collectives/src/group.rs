@@ -30,11 +30,12 @@ use std::time::{Duration, Instant};
 use anyhow::{ensure, Result};
 
 pub use directory::Directory;
+pub(crate) use failure::list;
 pub use failure::Failure;
 pub use frame::MAX_VALUE;
 pub use options::GroupOptions;
 
-use failure::{list, printable, MAX_REASON};
+use failure::{printable, MAX_REASON};
 use frame::Message;
 use mesh::Mesh;
 use watch::Watch;

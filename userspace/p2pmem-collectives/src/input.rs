@@ -5,8 +5,8 @@
 
 use p2pmem_verbs::Span;
 
-use crate::element::{combine, Element};
-use crate::schedule::{segment, Algorithm, Call, Collective, Plan};
+use crate::element::Element;
+use crate::schedule::{Call, Plan};
 
 /// Bytes that are computed at once.
 const PART: u64 = 1 << 20;
@@ -54,28 +54,12 @@ pub fn fill(memory: &Span, call: &Call, seed: u64, rank: usize) -> p2pmem::Resul
 /// # Errors
 ///
 /// The buffer was revoked.
-pub fn wrong_bytes(memory: &Span, plan: &Plan, seed: u64, rank: usize, ranks: usize) -> p2pmem::Result<u64> {
+pub fn wrong_bytes(memory: &Span, plan: &Plan, seed: u64, rank: usize) -> p2pmem::Result<u64> {
     let call = plan.call();
-    let segments = match call.collective {
-        Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter | Collective::AllGather => ranks,
-        _ => 1,
-    };
     let mut wrong = 0;
-    for index in 0..segments {
-        if call.collective == Collective::ReduceScatter && index != rank {
-            continue;
-        }
-        let order = match call.collective {
-            Collective::AllGather => vec![index],
-            Collective::Broadcast => vec![call.root],
-            _ => plan.order(index),
-        };
-        for part in parts(segment(call.bytes, call.element, segments, index)) {
-            let mut expected = input(call.element, seed, order[0], part.clone());
-            for of in &order[1..] {
-                let other = input(call.element, seed, *of, part.clone());
-                combine(call.element, call.reduction, &mut expected, &other);
-            }
+    for index in (0..plan.segments()).filter(|index| plan.has_result(rank, *index)) {
+        for part in parts(plan.segment(index)) {
+            let expected = plan.result(index, |of| input(call.element, seed, of, part.clone()));
             let mut found = vec![0; expected.len()];
             memory.try_read((call.at + part.start) as usize, &mut found)?;
             wrong += found

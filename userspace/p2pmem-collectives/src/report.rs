@@ -67,13 +67,13 @@ pub struct RunReport {
 }
 
 /// Returns the cost that ranks counted.
-pub fn measured(ranks: &[RankReport], in_round: f64) -> Cost {
+pub fn measured(ranks: &[RankReport]) -> Cost {
     let most = |value: fn(&Done) -> u64| ranks.iter().map(|rank| value(&rank.done)).max().unwrap_or(0);
     Cost {
         rounds: most(|done| done.rounds.into()) as u32,
         most_sent: most(|done| done.sent) as f64,
         most_received: most(|done| done.received) as f64,
-        most_in_round: in_round,
+        most_in_round: most(|done| done.most_in_round) as f64,
         fan_in: most(|done| done.fan_in.into()) as u32,
     }
 }

@@ -90,7 +90,7 @@ fn call(args: &RunArgs) -> Call {
 /// Those of [`run`]. The other ranks get an error that names this rank.
 pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Result<(RunReport, Group)> {
     let prepared = prepare(args, open_engine, &group);
-    let (verbs, nic, engine, base, ring) = match prepared {
+    let (verbs, nic, engine, base, plan) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => {
             group.abort(&format!("{error:#}"));
@@ -98,8 +98,16 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         }
     };
     let provider = verbs.memory().provider().map(|provider| provider.addr.to_string());
-    let mut communicator = Communicator::new(group, verbs, engine, base, sizes(args), ring.clone(), args.timeout)?;
-    let result = repeat(args, &mut communicator, &ring);
+    let mut communicator = Communicator::new(
+        group,
+        verbs,
+        engine,
+        base,
+        sizes(args),
+        plan.ring().clone(),
+        args.timeout,
+    )?;
+    let result = repeat(args, &mut communicator, &plan);
     let (times_us, done, wrong) = match result {
         Ok(result) => result,
         Err(error) => {
@@ -125,10 +133,10 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         .iter()
         .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"))
         .collect::<Result<_>>()?;
-    Ok((report(args, ranks, &ring)?, communicator.into_members()))
+    Ok((report(args, ranks, &plan)?, communicator.into_members()))
 }
 
-type Prepared = (Verbs, Arc<Nic>, Box<dyn Engine>, u64, Ring);
+type Prepared = (Verbs, Arc<Nic>, Box<dyn Engine>, u64, Plan);
 
 fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<Prepared> {
     let ranks = group.ranks();
@@ -140,7 +148,7 @@ fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result
     };
     let sizes = sizes(args);
     sizes.check()?;
-    Plan::new(call(args), ring.clone(), sizes.chunk).map_err(anyhow::Error::msg)?;
+    let plan = Plan::new(call(args), ring, sizes.chunk).map_err(anyhow::Error::msg)?;
     let names: Vec<String> = args.nic.iter().cloned().collect();
     let nic = open_nics(&names)?.into_iter().next().context("no NIC")?;
     let memory = MemoryOptions {
@@ -154,46 +162,43 @@ fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result
     let verbs = Verbs::connect(group, &nic, args.gid_index, memory, bytes, depth, args.timeout)
         .with_context(|| format!("connecting with {} of memory", human_size(bytes)))?;
     let (engine, base) = open_engine(verbs.memory(), &nic)?;
-    Ok((verbs, nic, engine, base, ring))
+    Ok((verbs, nic, engine, base, plan))
 }
 
 fn repeat<E: Engine>(
     args: &RunArgs,
     communicator: &mut Communicator<Group, Verbs, E>,
-    ring: &Ring,
+    plan: &Plan,
 ) -> Result<(Vec<f64>, Done, Option<u64>)> {
-    let call = call(args);
-    let plan = Plan::new(call, ring.clone(), args.chunk).map_err(anyhow::Error::msg)?;
-    let (rank, ranks) = (communicator.members().rank(), communicator.members().ranks());
+    let call = plan.call();
+    let rank = communicator.members().rank();
     let span = communicator.transport().memory().span().clone();
     let (mut times, mut done, mut wrong) = (Vec::new(), Done::default(), 0);
     for iteration in 0..=args.iterations {
         if iteration == 0 || args.verify {
-            fill(&span, &call, SEED, rank)?;
+            fill(&span, call, SEED, rank)?;
         }
         // Ranks that fill their memory at different speed do not count as waiting.
         communicator.members().barrier(args.timeout)?;
         let start = Instant::now();
-        done = communicator.call(call)?;
+        done = communicator.call(*call)?;
         let time: Duration = start.elapsed();
         if iteration > 0 {
             times.push(time.as_secs_f64() * 1e6);
         }
         if args.verify {
-            wrong += wrong_bytes(&span, &plan, SEED, rank, ranks)?;
+            wrong += wrong_bytes(&span, plan, SEED, rank)?;
         }
     }
     Ok((times, done, args.verify.then_some(wrong)))
 }
 
-fn report(args: &RunArgs, ranks: Vec<RankReport>, ring: &Ring) -> Result<RunReport> {
+fn report(args: &RunArgs, ranks: Vec<RankReport>, plan: &Plan) -> Result<RunReport> {
     ensure!(!ranks.is_empty(), "no rank has reported");
-    let call = call(args);
-    let plan = Plan::new(call, ring.clone(), args.chunk).map_err(anyhow::Error::msg)?;
+    let call = plan.call();
     let formula = cost::formula(call.collective, ranks.len(), call.bytes);
-    let measured = measured(&ranks, cost::count(&plan, ranks.len()).most_in_round);
+    let measured = measured(&ranks);
     let (time_us, shortest_us) = times(&ranks);
-    let busiest = |cost: &cost::Cost| cost.most_sent.max(cost.most_received);
     let compared: Option<Vec<u64>> = ranks.iter().map(|rank| rank.wrong_bytes).collect();
     Ok(RunReport {
         collective: call.collective.name().into(),
@@ -208,11 +213,7 @@ fn report(args: &RunArgs, ranks: Vec<RankReport>, ring: &Ring) -> Result<RunRepo
         window: args.window,
         time_us,
         shortest_us,
-        ratio: if busiest(&formula) > 0.0 {
-            busiest(&measured) / busiest(&formula)
-        } else {
-            1.0
-        },
+        ratio: measured.ratio_to(&formula),
         measured,
         formula,
         verified: compared.map(|wrong| wrong.iter().all(|wrong| *wrong == 0)),

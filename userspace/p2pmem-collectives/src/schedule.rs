@@ -9,14 +9,14 @@
 //!
 //! # The order of a reduction
 //!
-//! Additions of floating-point numbers are not associative. Each algorithm has a fixed order, which [`Plan::order`]
+//! Additions of floating-point numbers are not associative. Each algorithm has a fixed order, which [`Plan::contributors`]
 //! returns, so a call gives the same bits in each run and on all ranks.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-use crate::element::{Element, Reduction};
+use crate::element::{combine, Element, Reduction};
 
 /// Maximum number of ranks: a round's number has 6 bits in a message.
 pub const MAX_RANKS: usize = 32;
@@ -209,7 +209,7 @@ impl Ring {
 
 /// Returns the bytes of segment `index` of a payload that is cut into `count` segments of whole elements, as even as
 /// possible.
-pub fn segment(bytes: u64, element: Element, count: usize, index: usize) -> Range<u64> {
+fn segment(bytes: u64, element: Element, count: usize, index: usize) -> Range<u64> {
     let size = element.bytes() as u64;
     let elements = u128::from(bytes / size);
     // Not truncated: at most the number of elements.
@@ -286,28 +286,60 @@ impl Plan {
         &self.call
     }
 
+    /// Returns the ring.
+    pub fn ring(&self) -> &Ring {
+        &self.ring
+    }
+
     fn ranks(&self) -> usize {
         self.ring.ranks()
     }
 
-    /// Returns whether each rank has a segment of the payload.
-    fn is_segmented(&self) -> bool {
-        matches!(
-            self.call.collective,
-            Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter | Collective::AllGather
-        )
-    }
-
-    fn segments(&self) -> usize {
-        if self.is_segmented() {
-            self.ranks()
-        } else {
-            1
+    /// Returns the number of segments of the payload: one for each rank, or one for all.
+    pub fn segments(&self) -> usize {
+        match self.call.collective {
+            Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter | Collective::AllGather => self.ranks(),
+            _ => 1,
         }
     }
 
-    fn segment(&self, index: usize) -> Range<u64> {
+    /// Returns the bytes of a segment.
+    pub fn segment(&self, index: usize) -> Range<u64> {
         segment(self.call.bytes, self.call.element, self.segments(), index)
+    }
+
+    /// Returns whether a rank has a defined result in a segment.
+    pub fn has_result(&self, rank: usize, index: usize) -> bool {
+        self.call.collective != Collective::ReduceScatter || index == rank
+    }
+
+    /// Returns the ranks that contribute to a segment, in the order in which their contributions are reduced: the first one with the
+    /// second one, the result with the third one. One rank if nothing is reduced.
+    pub fn contributors(&self, index: usize) -> Vec<usize> {
+        let ranks = self.ranks();
+        match self.call.collective {
+            Collective::Allreduce(Algorithm::ParameterServer) => {
+                let others = (0..ranks).filter(|rank| *rank != self.call.root);
+                std::iter::once(self.call.root).chain(others).collect()
+            }
+            Collective::Allreduce(Algorithm::Decentralized) => (0..ranks).collect(),
+            // The last rank is the one that has the result of the segment.
+            Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter => {
+                (1..=ranks).map(|distance| self.ring.after(index, distance)).collect()
+            }
+            Collective::AllGather => vec![index],
+            Collective::Broadcast => vec![self.call.root],
+        }
+    }
+
+    /// Computes a part of a segment's result by the definition of the call, from the contributions of the ranks to this part.
+    pub fn result(&self, index: usize, contribution: impl FnMut(usize) -> Vec<u8>) -> Vec<u8> {
+        let mut contributions = self.contributors(index).into_iter().map(contribution);
+        let mut result = contributions.next().unwrap_or_default();
+        for other in contributions {
+            combine(self.call.element, self.call.reduction, &mut result, &other);
+        }
+        result
     }
 
     fn pieces(&self, index: usize) -> u64 {
@@ -330,21 +362,6 @@ impl Plan {
             }
         }
         all
-    }
-
-    /// Returns the order in which the contributions to a segment are reduced. The first contribution is reduced with the
-    /// second one, the result with the third one.
-    pub fn order(&self, segment: usize) -> Vec<usize> {
-        let ranks = self.ranks();
-        match self.call.collective {
-            Collective::Allreduce(Algorithm::ParameterServer) => {
-                let others = (0..ranks).filter(|rank| *rank != self.call.root);
-                std::iter::once(self.call.root).chain(others).collect()
-            }
-            Collective::Allreduce(Algorithm::Decentralized) => (0..ranks).collect(),
-            // The last rank is the one that has the result of the segment.
-            _ => (1..=ranks).map(|distance| self.ring.after(segment, distance)).collect(),
-        }
     }
 
     /// Returns the work of a rank.
@@ -516,5 +533,59 @@ impl Plan {
             });
         }
         steps
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(collective: Collective, elements: u64) -> Plan {
+        let call = Call {
+            collective,
+            element: Element::F32,
+            reduction: Reduction::Sum,
+            at: 0,
+            bytes: 4 * elements,
+            root: 2,
+        };
+        Plan::new(call, Ring::new(vec![0, 3, 1, 2]).unwrap(), 64).unwrap()
+    }
+
+    #[test]
+    fn contributions_have_a_fixed_order() {
+        let contributors = |collective, index| plan(collective, 8).contributors(index);
+        // The ring is 0, 3, 1, 2. The rank after the owner is the first one.
+        assert_eq!(contributors(Collective::Allreduce(Algorithm::Ring), 3), [1, 2, 0, 3]);
+        assert_eq!(contributors(Collective::ReduceScatter, 0), [3, 1, 2, 0]);
+        assert_eq!(
+            contributors(Collective::Allreduce(Algorithm::ParameterServer), 0),
+            [2, 0, 1, 3]
+        );
+        assert_eq!(
+            contributors(Collective::Allreduce(Algorithm::Decentralized), 0),
+            [0, 1, 2, 3]
+        );
+        assert_eq!(contributors(Collective::AllGather, 1), [1]);
+        assert_eq!(contributors(Collective::Broadcast, 0), [2]);
+    }
+
+    #[test]
+    fn segments_have_whole_elements_and_nearly_the_same_size() {
+        let segments = |collective, elements| -> Vec<Range<u64>> {
+            let plan = plan(collective, elements);
+            (0..plan.segments()).map(|index| plan.segment(index)).collect()
+        };
+        assert_eq!(segments(Collective::AllGather, 10), [0..8, 8..20, 20..28, 28..40]);
+        assert_eq!(segments(Collective::ReduceScatter, 2), [0..0, 0..4, 4..4, 4..8]);
+        assert_eq!(segments(Collective::Broadcast, 10), [0..40]);
+        assert_eq!(segments(Collective::Allreduce(Algorithm::Decentralized), 10), [0..40]);
+    }
+
+    #[test]
+    fn rings_have_each_rank_once() {
+        for bad in [vec![0, 0], vec![1, 2], vec![0, 2, 1, 4]] {
+            assert_eq!(Ring::new(bad), None);
+        }
     }
 }

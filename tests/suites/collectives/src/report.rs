@@ -58,7 +58,7 @@ impl Cost {
             .max()
             .unwrap_or(0);
         let bytes_measured = per_call(busiest);
-        let formula = report.formula.most_sent.max(report.formula.most_received);
+        let formula = report.formula.busiest();
         let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
         let host: u64 = nics.iter().map(|nic| nic.host).sum();
         Self {
@@ -86,15 +86,14 @@ impl Cost {
         counted: &p2pmem_collectives::cost::Cost,
         formula: &p2pmem_collectives::cost::Cost,
     ) -> Self {
-        let busiest = |cost: &p2pmem_collectives::cost::Cost| cost.most_sent.max(cost.most_received);
         Self {
             algorithm: algorithm.to_owned(),
             nodes,
             simulated: true,
             bytes,
-            bytes_measured: busiest(counted),
-            bytes_formula: busiest(formula),
-            ratio: busiest(counted) / busiest(formula),
+            bytes_measured: counted.busiest(),
+            bytes_formula: formula.busiest(),
+            ratio: counted.ratio_to(formula),
             rounds: counted.rounds,
             fan_in: counted.fan_in,
             time_ms: f64::NAN,

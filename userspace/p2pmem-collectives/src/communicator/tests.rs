@@ -9,9 +9,7 @@ use p2pmem_verbs::Span;
 use proptest::prelude::*;
 
 use super::*;
-use crate::element::combine;
 use crate::engine::ProcessorEngine;
-use crate::schedule::segment;
 use crate::transport::local::{Local, Network};
 
 /// A group without connections.
@@ -215,35 +213,16 @@ impl World {
     }
 }
 
-/// Returns what a rank's payload must contain after a call, where it is defined.
+/// Returns what a rank's payload must contain after a call, where it is defined: offsets and bytes.
 fn expected(plan: &Plan, inputs: &[Vec<u8>], rank: usize) -> Vec<(u64, Vec<u8>)> {
-    let call = plan.call();
-    let ranks = inputs.len();
-    let segment_of = |index: usize| match call.collective {
-        Collective::Allreduce(Algorithm::Ring) | Collective::ReduceScatter | Collective::AllGather => {
-            segment(call.bytes, call.element, ranks, index)
-        }
-        _ => 0..call.bytes,
-    };
-    let part = |of: usize, index: usize| {
-        let range = segment_of(index);
-        inputs[of][range.start as usize..range.end as usize].to_vec()
-    };
-    let reduced = |index: usize| {
-        let order = plan.order(index);
-        let mut result = part(order[0], index);
-        for of in &order[1..] {
-            combine(call.element, call.reduction, &mut result, &part(*of, index));
-        }
-        (segment_of(index).start, result)
-    };
-    match call.collective {
-        Collective::Allreduce(Algorithm::Ring) => (0..ranks).map(reduced).collect(),
-        Collective::Allreduce(_) => vec![reduced(0)],
-        Collective::ReduceScatter => vec![reduced(rank)],
-        Collective::AllGather => (0..ranks).map(|of| (segment_of(of).start, part(of, of))).collect(),
-        Collective::Broadcast => vec![(0, inputs[call.root].clone())],
-    }
+    let segments = (0..plan.segments()).filter(|index| plan.has_result(rank, *index));
+    segments
+        .map(|index| {
+            let range = plan.segment(index);
+            let part = range.start as usize..range.end as usize;
+            (range.start, plan.result(index, |of| inputs[of][part.clone()].to_vec()))
+        })
+        .collect()
 }
 
 fn fill(world: &World, call: &Call, random: &mut Random) -> Vec<Vec<u8>> {
@@ -333,11 +312,12 @@ proptest! {
                     prop_assert_eq!(&payload[at..at + bytes.len()], &bytes[..], "rank {} of {}, {:?}", rank, ranks, call);
                 }
             }
-            let cost = crate::cost::count(&plan, ranks);
+            let cost = crate::cost::count(&plan);
             prop_assert_eq!(done.iter().map(|done| done.sent).max().unwrap() as f64, cost.most_sent);
             prop_assert_eq!(done.iter().map(|done| done.received).max().unwrap() as f64, cost.most_received);
             prop_assert_eq!(done.iter().map(|done| done.rounds).max().unwrap(), cost.rounds);
             prop_assert_eq!(done.iter().map(|done| done.fan_in).max().unwrap(), cost.fan_in);
+            prop_assert_eq!(done.iter().map(|done| done.most_in_round).max().unwrap() as f64, cost.most_in_round);
         }
     }
 

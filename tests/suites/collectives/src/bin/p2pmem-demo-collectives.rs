@@ -162,7 +162,7 @@ fn simulate(algorithm: Algorithm) -> Result<Cost> {
         root: 0,
     };
     let plan = Plan::new(call, Ring::by_rank(SIMULATED), CHUNK).map_err(anyhow::Error::msg)?;
-    let counted = cost::count(&plan, SIMULATED);
+    let counted = cost::count(&plan);
     let formula = cost::formula(call.collective, SIMULATED, PAYLOAD);
     Ok(Cost::simulated(
         algorithm.name(),
