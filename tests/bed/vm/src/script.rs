@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::devices::{self, Device, Devices};
+use serde_json::Value;
 
 use crate::cluster::Cluster;
 use crate::command::{Command, Outcome, Status};
@@ -123,6 +124,56 @@ impl Script {
             text(&outcome.stderr)
         );
         Ok(text(&outcome.stdout))
+    }
+
+    /// Returns the PCI addresses of devices of a node.
+    fn addresses(&self, node: &str, devices: &[&str]) -> Result<Vec<String>> {
+        let found = devices.iter().map(|name| self.device(node, name));
+        found.map(|device| Ok(device?.bdf.clone())).collect()
+    }
+
+    /// Loads the module on a node, and publishes devices by their names in the topology, without memory for the kernel. `ctl` is the
+    /// path of `p2pmemctl`, `options` are further ones of `publish`.
+    ///
+    /// # Errors
+    ///
+    /// The node does not have a device, or a command fails.
+    pub fn load(&mut self, node: &str, module: &str, ctl: &str, devices: &[&str], options: &[&str]) -> Result<()> {
+        self.run(node, &["insmod", module])?;
+        for bdf in self.addresses(node, devices)? {
+            let mut publish = vec![ctl, "publish", bdf.as_str(), "--kernel-reserve", "0"];
+            publish.extend(options);
+            self.run(node, &publish)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that no buffer of p2pmem is left on a node, withdraws the devices that [`Script::load`] published, and unloads the module.
+    ///
+    /// # Errors
+    ///
+    /// A buffer is left, the node does not have a device, or a command fails.
+    pub fn unload(&mut self, node: &str, ctl: &str, devices: &[&str]) -> Result<()> {
+        let list: Value = serde_json::from_str(&self.run(node, &[ctl, "list", "--json"])?)?;
+        ensure!(
+            list["info"]["buffers"] == 0,
+            "buffers are left on {node}: {}",
+            list["info"]
+        );
+        for bdf in self.addresses(node, devices)? {
+            self.run(node, &[ctl, "unpublish", &bdf])?;
+        }
+        self.run(node, &["rmmod", "p2pmem"]).map(drop)
+    }
+
+    /// As [`Script::unload`] on each of the nodes, and powers all guests off. Returns what failed.
+    pub fn unload_and_shut_down(mut self, nodes: &[&str], ctl: &str, devices: &[&str]) -> Vec<String> {
+        let unloaded = nodes.iter().map(|node| self.unload(node, ctl, devices));
+        let mut failures: Vec<String> = unloaded
+            .filter_map(|unloaded| unloaded.err().map(|error| format!("{error:#}")))
+            .collect();
+        failures.extend(self.shut_down());
+        failures
     }
 
     /// Powers the guests off. Returns what failed: bad lines of the kernels' logs, or guests that do not end.

@@ -6,7 +6,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use p2pmem_vm::command::{Command, Status};
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::script::Script;
@@ -15,12 +15,15 @@ use serde_json::Value;
 
 /// The nodes.
 pub const NODES: [&str; 4] = ["a", "b", "c", "d"];
+/// The accelerator of a node.
+const ACCELERATOR: &str = "accel0";
 /// The time limit of a job.
 const LIMIT: Duration = Duration::from_secs(180);
 
 /// The nodes.
 pub struct Bed {
     script: Script,
+    ctl: String,
     /// The folder with the scripts that start ranks.
     clients: String,
 }
@@ -51,11 +54,9 @@ impl Bed {
         let mut script = Script::boot("collectives", release)?;
         let ctl = tool("p2pmemctl")?;
         for node in NODES {
-            script.run(node, &["insmod", module])?;
-            let address = script.device(node, "accel0")?.bdf.clone();
-            script.run(node, &[&ctl, "publish", &address, "--kernel-reserve", "0"])?;
+            script.load(node, module, &ctl, &[ACCELERATOR], &[])?;
         }
-        Ok(Self { script, clients })
+        Ok(Self { script, ctl, clients })
     }
 
     /// Starts a rank of a program on each of the first `ranks` nodes. Returns the standard output of rank 0, and what the NICs of
@@ -107,23 +108,8 @@ impl Bed {
 
     /// Checks that no buffer is left, withdraws the accelerators and unloads the module, and powers the nodes off. Returns what
     /// failed.
-    pub fn shut_down(mut self) -> Vec<String> {
-        let mut failures = Vec::new();
-        for node in NODES {
-            let ended = self.end(node);
-            failures.extend(ended.err().map(|error| format!("{node}: {error:#}")));
-        }
-        failures.extend(self.script.shut_down());
-        failures
-    }
-
-    fn end(&mut self, node: &str) -> Result<()> {
-        let ctl = tool("p2pmemctl")?;
-        let list: Value = serde_json::from_str(&self.script.run(node, &[&ctl, "list", "--json"])?)?;
-        ensure!(list["info"]["buffers"] == 0, "buffers are left: {}", list["info"]);
-        let address = self.script.device(node, "accel0")?.bdf.clone();
-        self.script.run(node, &[&ctl, "unpublish", &address])?;
-        self.script.run(node, &["rmmod", "p2pmem"]).map(drop)
+    pub fn shut_down(self) -> Vec<String> {
+        self.script.unload_and_shut_down(&NODES, &self.ctl, &[ACCELERATOR])
     }
 }
 

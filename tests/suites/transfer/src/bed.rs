@@ -21,7 +21,7 @@ pub const NODES: [&str; 2] = ["a", "b"];
 /// The NICs of a node.
 pub const NICS: [&str; 2] = ["nic0", "nic1"];
 /// The devices that the demo publishes, where a topology has them. Drives publish their memory themselves.
-const PUBLISHED: [&str; 2] = ["ACCEL0", "FPGA0"];
+const PUBLISHED: [&str; 2] = ["accel0", "fpga0"];
 /// The first TCP port of `p2pmem-perf`.
 const PORT: u16 = 18520;
 /// The time limit of a measurement.
@@ -34,6 +34,8 @@ pub struct Bed {
     script: Script,
     perf: String,
     ctl: String,
+    /// The devices that are published on each node. Both nodes are alike.
+    published: Vec<&'static str>,
 }
 
 /// What devices did during a measurement.
@@ -48,20 +50,21 @@ impl Bed {
     ///
     /// A guest does not boot, or a command fails.
     pub fn boot(topology: &str, release: &str, module: &str) -> Result<Self> {
-        let mut bed = Self {
-            script: Script::boot(topology, release)?,
-            perf: tool("p2pmem-perf")?,
-            ctl: tool("p2pmemctl")?,
-        };
+        let mut script = Script::boot(topology, release)?;
+        let ctl = tool("p2pmemctl")?;
+        let published: Vec<_> = PUBLISHED
+            .into_iter()
+            .filter(|device| script.device(NODES[0], device).is_ok())
+            .collect();
         for node in NODES {
-            bed.script.run(node, &["insmod", module])?;
-            for device in PUBLISHED {
-                let (ctl, variable) = (&bed.ctl, format!("P2PMEM_DEV_{device}"));
-                let publish = format!("[ -z \"${variable}\" ] || {ctl} publish \"${variable}\" --kernel-reserve 0");
-                bed.shell(node, &publish)?;
-            }
+            script.load(node, module, &ctl, &published, &[])?;
         }
-        Ok(bed)
+        Ok(Self {
+            script,
+            perf: tool("p2pmem-perf")?,
+            ctl,
+            published,
+        })
     }
 
     /// Runs a script on a node. Returns its standard output.
@@ -75,25 +78,8 @@ impl Bed {
 
     /// Checks that no buffer is left, withdraws the devices and unloads the module, and powers the nodes off. Returns what
     /// failed.
-    pub fn shut_down(mut self) -> Vec<String> {
-        let mut failures = Vec::new();
-        for node in NODES {
-            let ended = self.end(node);
-            failures.extend(ended.err().map(|error| format!("{node}: {error:#}")));
-        }
-        failures.extend(self.script.shut_down());
-        failures
-    }
-
-    fn end(&mut self, node: &str) -> Result<()> {
-        let list: Value = serde_json::from_str(&self.script.run(node, &[&self.ctl, "list", "--json"])?)?;
-        ensure!(list["info"]["buffers"] == 0, "buffers are left: {}", list["info"]);
-        for device in PUBLISHED {
-            let (ctl, variable) = (&self.ctl, format!("P2PMEM_DEV_{device}"));
-            let withdraw = format!("[ -z \"${variable}\" ] || {ctl} unpublish \"${variable}\"");
-            self.script.run(node, &["bash", "-c", &withdraw])?;
-        }
-        self.script.run(node, &["rmmod", "p2pmem"]).map(drop)
+    pub fn shut_down(self) -> Vec<String> {
+        self.script.unload_and_shut_down(&NODES, &self.ctl, &self.published)
     }
 
     /// Returns the names of NICs' RDMA devices, as options have them.

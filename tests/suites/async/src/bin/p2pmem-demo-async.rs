@@ -157,12 +157,8 @@ fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> 
         // IP over InfiniBand sends messages of its own, which are in host memory.
         bed.script
             .run(name, &["sh", "-c", "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib"])?;
-        bed.script.run(name, &["insmod", utf8(module)?])?;
-        let accel = bed.script.device(name, "accel0")?.bdf.clone();
-        bed.script.run(
-            name,
-            &[&ctl, "publish", &accel, "--kernel-reserve", "0", "--pinned-exports"],
-        )?;
+        bed.script
+            .load(name, utf8(module)?, &ctl, &["accel0"], &["--pinned-exports"])?;
     }
 
     println!("3. Messages: receive, compute, send");
@@ -199,15 +195,7 @@ fn measure_all(cli: &Cli, module: &Path, bed: &mut Bed, report: &mut Report) -> 
 
     println!("5. Take all down");
     for name in NODES {
-        let list: Value = serde_json::from_str(&bed.script.run(name, &[&ctl, "list", "--json"])?)?;
-        ensure!(
-            list["info"]["buffers"] == 0,
-            "buffers are left on {name}: {}",
-            list["info"]
-        );
-        let accel = bed.script.device(name, "accel0")?.bdf.clone();
-        bed.script.run(name, &[&ctl, "unpublish", &accel])?;
-        bed.script.run(name, &["rmmod", "p2pmem"])?;
+        bed.script.unload(name, &ctl, &["accel0"])?;
     }
     Ok(())
 }

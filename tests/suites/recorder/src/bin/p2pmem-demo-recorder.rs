@@ -250,13 +250,8 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
     for name in NODES {
         // IP over InfiniBand sends messages of its own, which are in host memory.
         bed.shell(name, "! [ -e /sys/module/ib_ipoib ] || rmmod ib_ipoib")?;
-        bed.script.run(name, &["insmod", module])?;
-        bed.shell(
-            name,
-            &format!(
-                "set -e; umask 077; echo 'a token of the demo' >{TOKEN}; {ctl} publish \"$P2PMEM_DEV_ACCEL0\" --kernel-reserve 0"
-            ),
-        )?;
+        bed.script.load(name, module, &ctl, &["accel0"], &[])?;
+        bed.shell(name, &format!("umask 077; echo 'a token of the demo' >{TOKEN}"))?;
     }
     // Segments for all transfers: each recording has one session at least, with half of its blocks on each drive.
     let segments = 4 * bed.blocks.div_ceil(15) + 4;
@@ -319,16 +314,7 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
     println!("5. Take all down");
     bed.shell(NODES[1], "umount /run/recorder/nvme0 /run/recorder/nvme1")?;
     for name in NODES {
-        let list: Value = serde_json::from_str(&bed.script.run(name, &[&ctl, "list", "--json"])?)?;
-        ensure!(
-            list["info"]["buffers"] == 0,
-            "buffers are left on {name}: {}",
-            list["info"]
-        );
-        bed.shell(
-            name,
-            &format!("set -e; {ctl} unpublish \"$P2PMEM_DEV_ACCEL0\"; rmmod p2pmem"),
-        )?;
+        bed.script.unload(name, &ctl, &["accel0"])?;
     }
     Ok(())
 }
