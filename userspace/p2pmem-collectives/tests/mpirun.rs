@@ -22,11 +22,6 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// Longer than the launcher needs to react to a death.
 const REACTION: Duration = Duration::from_secs(3);
 
-/// Returns whether the test runs in the project's sandbox, which has `mpirun`, so that the test may not be skipped.
-fn in_sandbox() -> bool {
-    Path::new("/etc/p2pmem-kernel").exists()
-}
-
 /// Runs a job of three ranks. Returns `None` if there is no `mpirun`.
 fn run(part: &str) -> Option<Output> {
     if !Command::new("mpirun")
@@ -35,7 +30,7 @@ fn run(part: &str) -> Option<Output> {
         .is_ok_and(|out| out.status.success())
     {
         assert!(
-            !in_sandbox(),
+            !p2pmem_header_test::in_sandbox(),
             "in the sandbox this test must run, but there is no mpirun"
         );
         eprintln!("skipped: there is no mpirun");

@@ -29,6 +29,7 @@ pub mod sizes;
 pub mod stale;
 pub mod stats;
 pub mod stream;
+mod sys;
 pub mod tcp;
 pub mod ucx;
 pub mod waiter;

@@ -62,12 +62,15 @@ impl Endpoint {
     /// Begins to connect to the worker of another node, by its [`Worker::address`]. Both workers must make progress until the
     /// connection exists. An error of the connection ends its transfers ([`Endpoint::failure`]).
     ///
-    /// UCX parses the address without a length: the other node must be trusted, see the crate's documentation.
+    /// # Safety
+    ///
+    /// UCX parses the address without a length. An address that has the right kind, version and checksum is one that
+    /// [`Worker::address`] returned in some process: nobody has forged it.
     ///
     /// # Errors
     ///
     /// The address is damaged, or of another version of UCX, or no transport of this worker reaches it.
-    pub fn new(worker: &Worker, address: &[u8]) -> Result<Self> {
+    pub unsafe fn new(worker: &Worker, address: &[u8]) -> Result<Self> {
         let (worker, context) = (&worker.inner, &worker.inner.context);
         let address = unpack(context.functions, Kind::Address, address)?;
         let failure = Arc::new(AtomicI8::new(OK));
@@ -84,8 +87,8 @@ impl Endpoint {
         };
         let mut raw = ptr::null_mut();
         // SAFETY: the worker is valid by its invariant, and keeps the argument of the callback. The address is one that UCX
-        // packed: its kind, version, and checksum were checked, and nodes trust each other, as the crate's documentation
-        // requires. UCX keeps neither parameters nor address.
+        // packed: it is not damaged, since its kind, version, and checksum were checked, and nobody has forged it, by this function's
+        // contract. UCX keeps neither parameters nor address.
         let status = context.call(|functions| unsafe { (functions.create_endpoint)(worker.raw, &params, &mut raw) });
         context.functions.check("ucp_ep_create", status)?;
         // INVARIANT: created above.
@@ -110,18 +113,21 @@ impl Endpoint {
 
     /// Returns the other node's memory, by its [`Memory::key`].
     ///
-    /// UCX parses the key without a length: the other node must be trusted, see the crate's documentation.
+    /// # Safety
+    ///
+    /// UCX parses the key without a length. A key that has the right kind, version and checksum is one that [`Memory::key`]
+    /// returned in some process: nobody has forged it.
     ///
     /// # Errors
     ///
     /// The key is damaged, or of another version of UCX, or the connection cannot access the memory.
-    pub fn key(&self, key: &[u8]) -> Result<RemoteKey> {
+    pub unsafe fn key(&self, key: &[u8]) -> Result<RemoteKey> {
         let (endpoint, context) = (&self.inner, &self.inner.worker.context);
         let key = unpack(context.functions, Kind::Key, key)?;
         let mut raw = ptr::null_mut();
         let status =
-            // SAFETY: the endpoint is valid by its invariant, and `raw` is valid for a handle. The key is one that UCX packed, as
-            // for the address of the endpoint.
+            // SAFETY: the endpoint is valid by its invariant, and `raw` is valid for a handle. The key is one that UCX packed: it is
+            // not damaged, since it was checked, and nobody has forged it, by this function's contract.
             context.call(|functions| unsafe { (functions.unpack_key)(endpoint.raw, key.as_ptr().cast(), &mut raw) });
         context.functions.check("ucp_ep_rkey_unpack", status)?;
         endpoint.keys().push(raw);

@@ -24,9 +24,8 @@
 //!
 //! UCX parses an address ([`Endpoint::new`]) and a key ([`Endpoint::key`]) without a length, and trusts what they say. The
 //! bytes that this crate exchanges have a limit, the version of UCX, and a checksum, so bytes that are damaged, cut off, or of
-//! another version are refused. A node that forges them can corrupt the memory of the process. RDMA has the same
-//! requirement in another form: a node that has a key can change the memory for which the key is. Exchange the bytes only with
-//! nodes that may have the rights of this process.
+//! another version are refused. A node that forges them can corrupt the memory of the process. So both functions are unsafe:
+//! exchange the bytes only with nodes that may have the rights of this process.
 //!
 //! # Example
 //!
@@ -39,9 +38,11 @@
 //! let context = Context::new(&Options::new("mlx5_0:1", "rc"))?;
 //! let memory = Memory::map(&context, &Span::host(4096)?, 0, 4096)?;
 //! let worker = Worker::new(&context)?;
-//! let endpoint = Endpoint::new(&worker, &exchange(worker.address()?))?;
+//! // SAFETY: the other node is trusted, and sends what its worker and its memory return.
+//! let endpoint = unsafe { Endpoint::new(&worker, &exchange(worker.address()?))? };
 //! let (key, address) = receive(); // the other node's Memory::key() and Memory::address()
-//! let key = endpoint.key(&key)?;
+//! // SAFETY: as above.
+//! let key = unsafe { endpoint.key(&key)? };
 //!
 //! key.put(&memory, 0, 4096, address)?;
 //! let flush = endpoint.flush();

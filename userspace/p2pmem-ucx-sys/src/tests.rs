@@ -2,12 +2,10 @@
 
 //! Compares the structures with ucp/api/ucp.h, and moves bytes between two workers of this process, over TCP.
 
-use std::fmt::Write as _;
 use std::mem::offset_of;
-use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
+use p2pmem_header_test::{in_sandbox, Program};
 use p2pmem_verbs::Span;
 
 use crate::abi::*;
@@ -16,21 +14,11 @@ use crate::{Context, Endpoint, Memory, Options, Request, UcxError, Worker, MAX_P
 /// Longest wait of a test.
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Returns whether the test runs in the project's sandbox, which has UCX and its header, so that the test may not be skipped.
-fn in_sandbox() -> bool {
-    Path::new("/etc/p2pmem-kernel").exists()
-}
-
-/// Returns a C program that asserts every offset, size, and constant, and every type of a function.
-fn source() -> String {
-    let mut c = String::from("#include <stddef.h>\n#include <ucp/api/ucp.h>\n#include <ucs/config/global_opts.h>\n");
-    let mut same = |what: &str, value: i128| {
-        writeln!(
-            c,
-            "_Static_assert((long long)({what}) == {value}LL, \"{what} is not {value}\");"
-        )
-        .unwrap();
-    };
+#[test]
+fn structures_constants_and_functions_match_header() {
+    let mut program = Program::new("ucp/api/ucp.h");
+    program.include("ucs/config/global_opts.h");
+    let mut same = |what: &str, value: i128| program.same(what, value);
     macro_rules! layout {
         ($($structure:ident $name:literal: $($field:ident)*;)*) => {
             $(
@@ -114,34 +102,9 @@ fn source() -> String {
         "void (*B)(void *) = ucp_request_free",
         "ucp_err_handler_cb_t C; void (*D)(void *, ucp_ep_h, ucs_status_t) = (__typeof__(C))0",
     ] {
-        writeln!(c, "{function};").unwrap();
+        program.line(&format!("{function};"));
     }
-    c
-}
-
-#[test]
-fn structures_constants_and_functions_match_header() {
-    let dir = tempfile::tempdir().unwrap();
-    let probe = dir.path().join("probe.c");
-    std::fs::write(&probe, "#include <ucp/api/ucp.h>\n").unwrap();
-    let compile = |file: &Path| {
-        Command::new("cc")
-            .args(["-std=gnu11", "-Werror", "-fsyntax-only"])
-            .arg(file)
-            .output()
-    };
-    if !compile(&probe).is_ok_and(|out| out.status.success()) {
-        assert!(
-            !in_sandbox(),
-            "in the sandbox this test must run, but there is no cc or no ucp/api/ucp.h"
-        );
-        eprintln!("skipped: there is no cc or no ucp/api/ucp.h");
-        return;
-    }
-    let file = dir.path().join("abi.c");
-    std::fs::write(&file, source()).unwrap();
-    let out = compile(&file).unwrap();
-    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    program.check();
 }
 
 /// Returns a context over TCP within this machine. `None` outside the sandbox if UCX is not installed.
@@ -188,8 +151,10 @@ fn bytes_move_in_both_directions() {
     // All but the first page.
     let remote = Memory::map(&other, &to, 4096, to.len() - 4096).unwrap();
     assert_eq!((remote.address(), remote.len()), (to.address() + 4096, to.len() - 4096));
-    let endpoint = Endpoint::new(&client, &server.address().unwrap()).unwrap();
-    let key = endpoint.key(&remote.key().unwrap()).unwrap();
+    // SAFETY: the address is that of a worker of this process.
+    let endpoint = unsafe { Endpoint::new(&client, &server.address().unwrap()) }.unwrap();
+    // SAFETY: the key is that of memory of this process.
+    let key = unsafe { endpoint.key(&remote.key().unwrap()) }.unwrap();
     let workers = [&client, &server];
     let puts: Vec<_> = [(8, 8), (100_000, 300_000)]
         .map(|(at, len)| key.put(&local, at, len, to.address() + 4096 + at as u64).unwrap())
@@ -228,8 +193,10 @@ fn a_worker_that_ends_is_an_error_of_the_connection() {
         Memory::map(&own, &span, 0, span.len()).unwrap(),
         Memory::map(&other, &span, 0, span.len()).unwrap(),
     );
-    let endpoint = Endpoint::new(&client, &server.address().unwrap()).unwrap();
-    let key = endpoint.key(&remote.key().unwrap()).unwrap();
+    // SAFETY: the address is that of a worker of this process.
+    let endpoint = unsafe { Endpoint::new(&client, &server.address().unwrap()) }.unwrap();
+    // SAFETY: the key is that of memory of this process.
+    let key = unsafe { endpoint.key(&remote.key().unwrap()) }.unwrap();
     complete(
         &key.put(&local, 0, 4096, span.address() + 8192).unwrap(),
         &[&client, &server],
@@ -284,7 +251,8 @@ fn damaged_addresses_and_keys_are_refused() {
     let memory = Memory::map(&context, &Span::host(4096).unwrap(), 0, 4096).unwrap();
     let (address, key) = (worker.address().unwrap(), memory.key().unwrap());
     assert!(address.len() <= MAX_PACKED && key.len() <= MAX_PACKED);
-    let refused = |bytes: &[u8]| match Endpoint::new(&worker, bytes) {
+    // SAFETY: an address of this process, or bytes of another kind, version, or checksum.
+    let refused = |bytes: &[u8]| match unsafe { Endpoint::new(&worker, bytes) } {
         Err(UcxError::Packed { why, .. }) => why,
         other => panic!("{other:?}"),
     };
@@ -301,8 +269,11 @@ fn damaged_addresses_and_keys_are_refused() {
     older[2] -= 1;
     older.extend_from_slice(&crc32c::crc32c(&older).to_le_bytes());
     assert!(refused(&older).contains("the same version on both nodes"));
-    let endpoint = Endpoint::new(&worker, &address).unwrap();
-    assert!(matches!(endpoint.key(&address), Err(UcxError::Packed { .. })));
+    // SAFETY: the address is that of a worker of this process.
+    let endpoint = unsafe { Endpoint::new(&worker, &address) }.unwrap();
+    // SAFETY: an address is of another kind than a key.
+    let key = unsafe { endpoint.key(&address) };
+    assert!(matches!(key, Err(UcxError::Packed { .. })));
 }
 
 #[test]
