@@ -104,7 +104,7 @@ impl Mesh {
                 streams: joining.streams,
             }),
             Err(error) => {
-                joining.tell(&error);
+                joining.notify(&error);
                 Err(error)
             }
         }
@@ -633,7 +633,7 @@ impl Joining<'_> {
     }
 
     /// Sends the reason to the ranks that are connected, so that they do not wait for their limit.
-    fn tell(&self, error: &anyhow::Error) {
+    fn notify(&self, error: &anyhow::Error) {
         let mut bytes = Vec::new();
         let message = Message::Failed {
             rank: self.rank as u32,
