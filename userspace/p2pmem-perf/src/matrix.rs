@@ -2,8 +2,8 @@
 
 //! `matrix`: measures every pair of memories by every mode, relative to the link.
 //!
-//! The link's rate is that of writes from host memory to host memory, measured first in the same run. Each pair is a run
-//! of its own ([`client::measure`]) with the same parameters.
+//! The link's rate is that of writes from host memory to host memory, measured first in the same run, unless the options
+//! state it. Each pair is a run of its own ([`client::measure`]) with the same parameters.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -126,7 +126,7 @@ pub struct Matrix {
     pub modes: Vec<String>,
     /// Number of NICs of each side.
     pub nics: usize,
-    /// The link's rate for each size: writes from host memory to host memory.
+    /// The link's rate for each size.
     pub link: Vec<LinkRate>,
     /// The results so far, in the order of measurement.
     pub entries: Vec<Entry>,
@@ -352,34 +352,40 @@ type Measure<'a> = &'a dyn Fn(&RunArgs, &dyn Observer) -> Result<Report>;
 fn measure_with(args: &MatrixArgs, observer: &dyn MatrixObserver, run: Measure<'_>) -> Result<Matrix> {
     let pairs = args.pairs();
     let names = |kinds: &[MemoryKind]| kinds.iter().map(|kind| kind.name().to_owned()).collect();
-    let link = run(&args.run_args(Pair::LINK), observer.runs()).context("measuring the link")?;
-    ensure!(
-        link.is_correct(),
-        "the target has wrong bytes after writes from host memory to host memory, so the link's rate says nothing: see the \
-         errors of `p2pmem-perf run --verify` between the two nodes"
-    );
     let mut matrix = Matrix {
         memory: names(&args.memory),
         peer_memory: names(&args.peer_memory),
         modes: args.modes(),
-        nics: link.client.nics.len(),
-        link: link
-            .results
-            .iter()
-            .map(|result| LinkRate {
-                size: result.speed.bytes,
-                mib_per_s: result.speed.average_mib_per_s,
-            })
-            .collect(),
+        nics: args.side.nic.len().max(1),
+        link: Vec::new(),
         entries: Vec::new(),
     };
+    let mut link = None;
+    if let Some(mib_per_s) = args.link_rate {
+        let rate = |size: &u64| LinkRate { size: *size, mib_per_s };
+        matrix.link = args.size.0.iter().map(rate).collect();
+    } else {
+        let report = run(&args.run_args(Pair::LINK), observer.runs()).context("measuring the link")?;
+        ensure!(
+            report.is_correct(),
+            "the target has wrong bytes after writes from host memory to host memory, so the link's rate says nothing: see \
+             the errors of `p2pmem-perf run --verify` between the two nodes"
+        );
+        let rate = |result: &SizeResult| LinkRate {
+            size: result.speed.bytes,
+            mib_per_s: result.speed.average_mib_per_s,
+        };
+        matrix.link = report.results.iter().map(rate).collect();
+        matrix.nics = report.client.nics.len();
+        link = Some(report);
+    }
     observer.link_measured(&matrix, pairs.len())?;
     // Why no other pair can run.
     let mut ended: Option<String> = None;
     for pair in pairs {
         observer.pair_starts(pair)?;
-        let measured = if pair == Pair::LINK {
-            Ok(matrix.results(pair, &link))
+        let measured = if let Some(report) = link.as_ref().filter(|_| pair == Pair::LINK) {
+            Ok(matrix.results(pair, report))
         } else if let Some(why) = &ended {
             Err(why.clone())
         } else {

@@ -229,6 +229,16 @@ impl Ports {
             ratio_two_processes: two_processes / single,
         }
     }
+
+    /// Returns the smaller ratio, for which there is an aim.
+    fn ratio(&self) -> f64 {
+        self.ratio_one_process.min(self.ratio_two_processes)
+    }
+
+    /// Returns whether both ratios reach the aim.
+    pub fn reaches_aim(&self) -> bool {
+        self.ratio() >= PORTS_RATIO
+    }
 }
 
 /// What a path from an accelerator to an accelerator of another node costs, for a byte or a MiB of payload.
@@ -265,6 +275,13 @@ pub struct Ratios {
     pub one_sided_server_instructions: f64,
     /// Instructions of the server's whole process for one more two-sided call of the client.
     pub two_sided_server_instructions: f64,
+}
+
+impl Ratios {
+    /// Returns whether accelerators reach the aims on links without a rate.
+    pub fn reach_aims_of_accelerators(&self) -> bool {
+        self.accelerator_to_host >= ACCELERATOR_RATIO && self.direct_to_staged >= STAGED_RATIO
+    }
 }
 
 /// The report.
@@ -322,10 +339,7 @@ impl Report {
         if self.matrix.is_empty() {
             missed.push("no pair was measured".to_owned());
         }
-        self.ratios.multi_port = self
-            .multi_port
-            .as_ref()
-            .map_or(0.0, |ports| ports.ratio_one_process.min(ports.ratio_two_processes));
+        self.ratios.multi_port = self.multi_port.as_ref().map_or(0.0, Ports::ratio);
         let ratios = self.ratios;
         for (name, value, aim) in [
             (

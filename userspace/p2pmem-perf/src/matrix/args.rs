@@ -60,6 +60,10 @@ pub struct MatrixArgs {
     #[arg(long, value_name = "SIZE", value_parser = window)]
     pub window: Option<u64>,
 
+    /// The link's rate in MiB per second [default: that of writes from host memory to host memory, measured first]
+    #[arg(long, value_name = "MIB_PER_S", value_parser = rate)]
+    pub link_rate: Option<f64>,
+
     /// Compare every byte of the target after the messages.
     #[arg(long)]
     pub verify: bool,
@@ -71,6 +75,13 @@ pub struct MatrixArgs {
     /// TCP port of the server.
     #[arg(long, default_value_t = PORT, value_parser = clap::value_parser!(u16).range(1..))]
     pub port: u16,
+}
+
+fn rate(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(rate) if f64::is_finite(rate) && rate > 0.0 => Ok(rate),
+        _ => Err("specify MiB per second: a number above 0".to_owned()),
+    }
 }
 
 impl MatrixArgs {

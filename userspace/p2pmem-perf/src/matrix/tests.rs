@@ -88,6 +88,25 @@ fn every_pair_is_measured_once_by_every_mode() {
 }
 
 #[test]
+fn a_link_of_a_known_rate_is_not_measured() {
+    let args = args("--link-rate 50 --nic mlx5_0,mlx5_1 --memory cpu,cmb --peer-memory cpu --mode write --size 1M,2M");
+    let runs = Cell::new(0);
+    let matrix = measure_with(&args, &Unobserved, &|args, _| {
+        runs.set(runs.get() + 1);
+        Ok(report(args, 10, 2))
+    })
+    .unwrap();
+    assert_eq!((runs.get(), matrix.nics, matrix.entries.len()), (2, 2, 4));
+    let one = matrix.entry("cpu", "cpu", "write", 1 << 20).unwrap().measured.clone();
+    assert!((one.unwrap().ratio_to_link - 4.0).abs() < 1e-9, "{matrix:?}");
+    for wrong in ["0", "-1", "inf", "fast"] {
+        let line = format!("p2pmem-perf matrix host --link-rate={wrong}");
+        let error = Cli::try_parse_from(line.split_whitespace()).unwrap_err().to_string();
+        assert!(error.contains("a number above 0"), "{error}");
+    }
+}
+
+#[test]
 fn several_nics_are_one_entry() {
     let matrix = measure_with(&args("--memory cpu --peer-memory cpu"), &Unobserved, &|args, _| {
         Ok(report(args, 10, 2))

@@ -28,16 +28,18 @@ const BY_UCX: [&str; 2] = ["cpu", "accelerator"];
 const HOST: &str = "\"$P2PMEM_ADDR_B\"";
 /// The server's address on the network of the first NICs: IP over InfiniBand.
 const OVER_NIC: &str = "\"$P2PMEM_RDMA_ADDR_B_NIC0\"";
-/// Bytes of a message of the matrix, and the number of messages of a pair.
+/// Bytes of a message of the matrix, and the number of messages of a pair: fewer with a CMB, because each access of a processor to
+/// the memory of an emulated drive traps, and processors fill and compare the memories.
 const MESSAGE: u64 = 256 << 10;
 const MESSAGES: u64 = 8;
+const MESSAGES_OF_CMB: u64 = 4;
 /// Bytes of a message between nodes whose clocks count instructions, and their number.
 const SMALL: u64 = 64 << 10;
-const FEW: u64 = 8;
+const FEW: u64 = 4;
 /// Calls of the shorter run that measures the server's instructions.
 const CALLS: u64 = 200;
-/// How often the rates that are compared on links without a rate are measured. The best of each counts: another program of the
-/// emulator's machine makes a measurement slower, never faster.
+/// How often rates that miss their aim are measured. The best of each counts: another program of the emulator's machine makes a
+/// measurement slower, never faster.
 const ROUNDS: usize = 3;
 
 /// Measures transfers between two nodes, and compares them.
@@ -117,8 +119,11 @@ fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
     );
 
     println!("3. Two ports, from accelerator to accelerator");
-    let ports = (0..ROUNDS).map(|_| ports(bed)).collect::<Result<Vec<_>>>()?;
-    let best = |value: fn(&Ports) -> f64| ports.iter().map(value).fold(0.0, f64::max);
+    let mut all = vec![ports(bed)?];
+    while all.len() < ROUNDS && !all.last().is_some_and(Ports::reaches_aim) {
+        all.push(ports(bed)?);
+    }
+    let best = |value: fn(&Ports) -> f64| all.iter().map(value).fold(0.0, f64::max);
     let ports = Ports::new(
         best(|ports| ports.single_mib_per_s),
         best(|ports| ports.one_process_mib_per_s),
@@ -132,21 +137,33 @@ fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures a pair of memories by the modes of a group. Another program of the emulator's machine disturbs a measurement now and
-/// then, so RDMA that does not have the link's rate is measured again.
+/// Measures a pair of memories by the modes of a group, and the link, unless its rate is known. Another program of the emulator's
+/// machine disturbs a measurement now and then, so RDMA that does not have the link's rate is measured again, with the link.
 fn pair(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Result<Vec<Cell>> {
+    let messages = if [from, to].contains(&"cmb") {
+        MESSAGES_OF_CMB
+    } else {
+        MESSAGES
+    };
     let arguments = format!(
-        "matrix HOST --memory {from} --peer-memory {to} --size {MESSAGE} -n {MESSAGES} --events --verify {}",
+        "matrix HOST --memory {from} --peer-memory {to} --size {MESSAGE} -n {messages} --events --verify {}",
         group.options()
     );
     let host = if group == Group::Tcp { OVER_NIC } else { HOST };
     let mut round = 1;
     loop {
-        let (matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &arguments))?;
-        let found = cells(&matrix, group, counted.host()?, MESSAGE * MESSAGES)?;
+        let known = if round == 1 && *link > 0.0 {
+            format!(" --link-rate {link}")
+        } else {
+            String::new()
+        };
+        let (matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &(arguments.clone() + &known)))?;
+        *link = link.max(matrix.link.first().context("no rate of the link")?.mib_per_s);
+        // The link's messages are not part of the pair, but the counters of the NICs have them.
+        let beside = if known.is_empty() { MESSAGE * messages } else { 0 };
+        let found = cells(&matrix, group, counted.host()?, beside)?;
         let fine = group != Group::Rdma || found.iter().all(Cell::has_links_rate);
         if fine || round == ROUNDS {
-            *link = link.max(matrix.link.first().context("no rate of the link")?.mib_per_s);
             return Ok(found);
         }
         round += 1;
@@ -333,10 +350,14 @@ fn without_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
             let result = measured.results.first().context("no result")?;
             *best = best.max(result.speed.average_mib_per_s);
         }
+        let [host, direct, staged] = best;
+        report.ratios.accelerator_to_host = direct / host;
+        report.ratios.direct_to_staged = direct / staged;
+        if report.ratios.reach_aims_of_accelerators() {
+            break;
+        }
     }
     let [host, direct, staged] = best;
-    report.ratios.accelerator_to_host = direct / host;
-    report.ratios.direct_to_staged = direct / staged;
     println!(
         "   host to host {host:.0} MiB/s; accelerator to accelerator {direct:.0} MiB/s, {:.2} times that; through host memory \
          {staged:.0} MiB/s, {:.1} times slower",
