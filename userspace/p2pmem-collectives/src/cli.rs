@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use p2pmem_perf::cli::{seconds, MemoryKind};
-use p2pmem_perf::sizes::size;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::value::{seconds, size};
 
 use crate::element::{Element, Reduction};
 use crate::schedule::{Algorithm, Collective};

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
 use p2pmem::human_size;
-use p2pmem_perf::memory::{Memory, MemoryOptions};
-use p2pmem_perf::session::open_nics;
+use p2pmem_payload::memory::{Memory, MemoryOptions};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::Nic;
 
 use crate::cli::{CostArgs, RunArgs};

@@ -9,7 +9,7 @@ use p2pmem::{Client, Device};
 use p2pmem_collectives::engine::Engine;
 use p2pmem_collectives::run::processor;
 use p2pmem_collectives_suite::engine::AccelEngine;
-use p2pmem_perf::memory::Memory;
+use p2pmem_payload::memory::Memory;
 use p2pmem_verbs::Nic;
 
 /// Entries of the ring of work.
