@@ -384,11 +384,14 @@ fn largest_near(
     }
 }
 
-/// Returns the request for a buffer of the kind, near the NIC.
-fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
-    let providers = device.providers()?;
+/// Returns the providers that have memory of the kind; only the one that `options` names, if it names one.
+///
+/// # Errors
+///
+/// No provider has such memory, or the named one does not exist or has memory of another kind. The message says what to do.
+pub fn providers(options: MemoryOptions<'_>, device: &Device) -> Result<Vec<Provider>> {
     let name = options.kind.name();
-    let near = Request::new(bytes).near([Client::resolve(nic)?]);
+    let mut providers = device.providers()?;
     if let Some(chosen) = options.provider {
         let found = providers
             .iter()
@@ -399,20 +402,27 @@ fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -
         if !has_kind(found, options.kind) {
             bail!("provider {chosen} has no memory of the kind {name}: `p2pmemctl list` shows its device and mode");
         }
-        return Ok(near.provider(found.id));
+        return Ok(vec![found.clone()]);
     }
-    // The module does not choose by kind, so it can choose only if all providers are of this kind.
-    let kind: Vec<_> = providers
-        .iter()
-        .filter(|provider| has_kind(provider, options.kind))
-        .collect();
-    if kind.is_empty() {
+    providers.retain(|provider| has_kind(provider, options.kind));
+    if providers.is_empty() {
         bail!(
             "no provider has memory of the kind {name}: {}",
             how_to_get(options.kind)
         );
     }
-    if kind.len() == providers.len() {
+    Ok(providers)
+}
+
+/// Returns the request for a buffer of the kind, near the NIC.
+fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
+    let near = Request::new(bytes).near([Client::resolve(nic)?]);
+    let kind = providers(options, device)?;
+    if options.provider.is_some() {
+        return Ok(near.provider(kind[0].id));
+    }
+    // The module does not choose by kind, so it can choose only if all providers are of this kind.
+    if kind.len() == device.providers()?.len() {
         return Ok(near);
     }
     // Otherwise use the nearest provider of the kind, in the module's order. If none has space, the nearest one reports

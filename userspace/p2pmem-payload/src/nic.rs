@@ -26,6 +26,22 @@ pub fn nic_names() -> Result<Vec<String>> {
     Ok(all)
 }
 
+/// Opens all NICs with an active port that this user can open.
+///
+/// # Errors
+///
+/// There is none. The message says what to do.
+pub fn active_nics() -> Result<Vec<Arc<Nic>>> {
+    let open = |name: &String| Nic::open(name).ok().flatten();
+    let is_active = |nic: &Arc<Nic>| nic.port().is_ok_and(|port| port.is_active);
+    let active: Vec<_> = nic_names()?.iter().filter_map(open).filter(is_active).collect();
+    if active.is_empty() {
+        // Says why.
+        return open_nics(&[]);
+    }
+    Ok(active)
+}
+
 /// Opens the named NICs; without names, the first NIC with an active port.
 ///
 /// # Errors
