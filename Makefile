@@ -221,8 +221,8 @@ programs: ## - build the programs, libraries, man pages, and completions that `m
 	@command -v cmake >/dev/null || { echo 'programs: cmake is missing (Debian: apt-get install cmake libclang-dev)' >&2; exit 1; }
 	@command -v npm >/dev/null || echo 'programs: npm is missing (Debian: apt-get install npm): p2pmem-recorder and p2pmem-perf get no pages in the browser'
 	@cargo build --locked --release --manifest-path userspace/Cargo.toml --target-dir $(release-target) \
-		-p p2pmemctl -p p2pmem-perf -p p2pmem-exporter -p p2pmem-recorder -p p2pmem-capi -p p2pmem-async-capi -p p2pmem-preload \
-		-p p2pmem-man $(if $(shell command -v npm),,--no-default-features --features p2pmemctl/top)
+		-p p2pmemctl -p p2pmem-perf -p p2pmem-collectives -p p2pmem-exporter -p p2pmem-recorder -p p2pmem-capi \
+		-p p2pmem-async-capi -p p2pmem-preload -p p2pmem-man $(if $(shell command -v npm),,--no-default-features --features p2pmemctl/top)
 	@rm -rf build/man && $(release-target)/release/p2pmem-man build/man
 
 install: programs ## - install user space, headers, and the module if it was built with KDIR or KREL, below DESTDIR and PREFIX

@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use p2pmem_perf::cli::{seconds, MemoryKind};
-use p2pmem_perf::sizes::size;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::value::{seconds, size};
 
 use crate::element::{Element, Reduction};
 use crate::schedule::{Algorithm, Collective};
@@ -108,11 +108,11 @@ pub struct RunArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub window: u32,
 
-    /// Ranks in the order of the ring [default: by their numbers]
+    /// Ranks in the order of the ring [default: neighbours are nearest in the topology]
     #[arg(long, value_name = "RANKS", value_delimiter = ',')]
     pub ring: Vec<usize>,
 
-    /// The NIC [default: the first NIC with an active port]
+    /// The NIC [default: the NIC nearest to the memory, of those with an active port]
     #[arg(long)]
     pub nic: Option<String>,
 
@@ -120,7 +120,8 @@ pub struct RunArgs {
     #[arg(long, value_enum, default_value = "cpu")]
     pub memory: MemoryKind,
 
-    /// The provider of the memory, by id or PCI address [default: the provider nearest to the NIC]
+    /// The provider of the memory, by id or PCI address [default: one that fewest ranks of this machine use, nearest to a
+    /// NIC]
     #[arg(long)]
     pub device: Option<String>,
 

@@ -233,9 +233,10 @@ struct Progress {
 
 /// A group of ranks with memory, connections, and an engine.
 pub struct Communicator<M, T, E> {
-    members: M,
-    transport: T,
+    // Fields are dropped in this order: the engine ends before the transport frees the memory.
     engine: E,
+    transport: T,
+    members: M,
     /// Where the engine has the first byte of the memory.
     base: u64,
     sizes: Sizes,

@@ -7,7 +7,9 @@
 //! |---|---|
 //! | [`element`] | types of elements, and reductions |
 //! | [`schedule`], [`cost`] | what each rank does in a call, and what this costs |
+//! | [`topology`] | which NIC and which memory a rank uses, and the order of the ring |
 //! | [`group`], [`pmix`], [`local`] | the ranks of a job, and how they find each other |
+//! | [`placement`] | reads what this machine has, and agrees with the other ranks |
 //! | [`transport`], [`message`] | writes between ranks, by verbs |
 //! | [`engine`] | what reduces: an accelerator, or the processor |
 //! | [`communicator`] | executes calls |
@@ -22,10 +24,12 @@ pub mod group;
 pub mod input;
 pub mod local;
 pub mod message;
+pub mod placement;
 pub mod pmix;
 pub mod report;
 pub mod run;
 pub mod schedule;
+pub mod topology;
 pub mod transport;
 
 use std::process::ExitCode;

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::communicator::Done;
 use crate::cost::Cost;
+use crate::topology::Step;
 
 /// Version of the JSON: the member `schema`.
 pub const SCHEMA: u32 = 1;
@@ -19,10 +20,14 @@ pub const SCHEMA: u32 = 1;
 pub struct RankReport {
     /// Its name.
     pub name: String,
+    /// The name of its machine.
+    pub node: String,
     /// Its NIC.
     pub nic: String,
     /// The provider of its memory; `None` for host memory.
     pub provider: Option<String>,
+    /// The class of the path between memory and NIC, as `p2pmemctl topo` prints it; `None` for host memory.
+    pub path: Option<String>,
     /// What reduces.
     pub engine: String,
     /// What it did in one call.
@@ -31,6 +36,19 @@ pub struct RankReport {
     pub times_us: Vec<f64>,
     /// Wrong bytes in all calls; `None` if they were not compared.
     pub wrong_bytes: Option<u64>,
+}
+
+/// The ring of a job, and why it has this order.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct RingReport {
+    /// The ranks in their order.
+    pub order: Vec<usize>,
+    /// The order in which neighbours are nearest.
+    pub by_topology: Vec<usize>,
+    /// Who chose the order: `topology`, or `option` for the user.
+    pub chosen: String,
+    /// What neighbours share.
+    pub steps: Vec<Step>,
 }
 
 /// What a job measured.
@@ -60,6 +78,8 @@ pub struct RunReport {
     pub formula: Cost,
     /// Bytes of the busiest rank, relative to the formula.
     pub ratio: f64,
+    /// The ring.
+    pub ring: RingReport,
     /// Whether all bytes were right; `None` if they were not compared.
     pub verified: Option<bool>,
     /// The ranks.
@@ -88,6 +108,19 @@ pub fn times(ranks: &[RankReport]) -> (f64, f64) {
         all.get(calls / 2).copied().unwrap_or(0.0),
         all.first().copied().unwrap_or(0.0),
     )
+}
+
+/// Prints the ring and the reason for its order in one line.
+fn print_ring(out: &mut dyn Write, ring: &RingReport) -> io::Result<()> {
+    let numbers = |order: &[usize]| order.iter().map(usize::to_string).collect::<Vec<_>>().join(" ");
+    let mut why: Vec<String> = ring.steps.iter().map(Step::to_string).collect();
+    if ring.order != ring.by_topology {
+        why.insert(
+            0,
+            format!("by --ring; the topology gives {}", numbers(&ring.by_topology)),
+        );
+    }
+    writeln!(out, "ring: {} ({})", numbers(&ring.order), why.join("; "))
 }
 
 fn human(bytes: f64) -> String {
@@ -127,18 +160,22 @@ pub fn print_run(out: &mut dyn Write, report: &RunReport) -> io::Result<()> {
         "time of the slowest rank: {median:.1?} (shortest {:.1?}), {rate:.1} MiB/s of payload",
         Duration::from_secs_f64(report.shortest_us / 1e6)
     )?;
+    if !report.ring.steps.is_empty() {
+        print_ring(out, &report.ring)?;
+    }
     writeln!(
         out,
-        " {:<22} {:<10} {:<14} {:<26} {:>10} {:>10} {:>10}",
-        "rank", "NIC", "memory", "engine", "sent", "received", "reduced"
+        " {:<22} {:<10} {:<14} {:<5} {:<26} {:>10} {:>10} {:>10}",
+        "rank", "NIC", "memory", "path", "engine", "sent", "received", "reduced"
     )?;
     for rank in &report.ranks {
         writeln!(
             out,
-            " {:<22} {:<10} {:<14} {:<26} {:>10} {:>10} {:>10}",
+            " {:<22} {:<10} {:<14} {:<5} {:<26} {:>10} {:>10} {:>10}",
             rank.name,
             rank.nic,
             rank.provider.as_deref().unwrap_or("host"),
+            rank.path.as_deref().unwrap_or("-"),
             rank.engine,
             human_size(rank.done.sent),
             human_size(rank.done.received),

@@ -3,13 +3,11 @@
 //! The commands `run` and `cost`.
 
 use std::io::Write;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
-use p2pmem::human_size;
-use p2pmem_perf::memory::{Memory, MemoryOptions};
-use p2pmem_perf::session::open_nics;
+use p2pmem::{human_size, Provider};
+use p2pmem_payload::memory::{Memory, MemoryOptions};
 use p2pmem_verbs::Nic;
 
 use crate::cli::{CostArgs, RunArgs};
@@ -18,24 +16,32 @@ use crate::cost;
 use crate::engine::{Engine, ProcessorEngine};
 use crate::group::{Group, GroupOptions};
 use crate::input::{fill, wrong_bytes};
+use crate::placement::{Placement, Wanted};
 use crate::pmix::PmixDirectory;
-use crate::report::{measured, print_costs, print_run, times, RankReport, RunReport, SCHEMA};
-use crate::schedule::{Algorithm, Call, Collective, Plan, Ring};
+use crate::report::{measured, print_costs, print_run, times, RankReport, RingReport, RunReport, SCHEMA};
+use crate::schedule::{Algorithm, Call, Collective, Plan};
+use crate::topology::{ring, steps};
 use crate::transport::verbs::Verbs;
 
 /// Seed of the payload.
 const SEED: u64 = 0x7032_706d_656d;
 
-/// An engine for the memory of a rank, and the place of the memory's first byte for the engine.
-pub type OpenEngine<'a> = &'a dyn Fn(&Memory, &Nic) -> Result<(Box<dyn Engine>, u64)>;
+/// Opens the engine of a provider's device, or that of host memory, near the NIC. This happens before the memory of the payload is
+/// allocated: what a killed program left running in the device ends before, so that it does not write to the payload.
+pub type OpenEngine<'a> = &'a dyn Fn(Option<&Provider>, &Nic) -> Result<OpenedEngine>;
+
+/// Makes an opened engine one of the memory of a rank. Returns the engine, and the place of the memory's first byte for it.
+pub type OpenedEngine = Box<dyn FnOnce(&Memory) -> Result<(Box<dyn Engine>, u64)>>;
 
 /// Opens the processor as the engine, which can access any mapped memory.
 ///
 /// # Errors
 ///
 /// None.
-pub fn processor(memory: &Memory, _nic: &Nic) -> Result<(Box<dyn Engine>, u64)> {
-    Ok((Box::new(ProcessorEngine::new(memory.span().clone())), 0))
+pub fn processor(_provider: Option<&Provider>, _nic: &Nic) -> Result<OpenedEngine> {
+    Ok(Box::new(|memory| {
+        Ok((Box::new(ProcessorEngine::new(memory.span().clone())), 0))
+    }))
 }
 
 /// Runs a rank of a job. Rank 0 prints. Returns whether no wrong byte was found.
@@ -90,14 +96,19 @@ fn call(args: &RunArgs) -> Call {
 /// Those of [`run`]. The other ranks get an error that names this rank.
 pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Result<(RunReport, Group)> {
     let prepared = prepare(args, open_engine, &group);
-    let (verbs, nic, engine, base, plan) = match prepared {
+    let Prepared {
+        placement,
+        verbs,
+        engine,
+        base,
+        plan,
+    } = match prepared {
         Ok(prepared) => prepared,
         Err(error) => {
             group.abort(&format!("{error:#}"));
             return Err(error);
         }
     };
-    let provider = verbs.memory().provider().map(|provider| provider.addr.to_string());
     let mut communicator = Communicator::new(
         group,
         verbs,
@@ -119,10 +130,13 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
     let engine = communicator.engine().name().to_owned();
     // The connections stay until all ranks have ended their calls.
     let group = communicator.members();
+    let seat = &placement.seats[group.rank()];
     let own = RankReport {
         name: group.name(group.rank()).to_owned(),
-        nic: nic.name().to_owned(),
-        provider,
+        node: seat.node.clone(),
+        nic: seat.nic.name.clone(),
+        provider: seat.memory.as_ref().map(|memory| memory.name.clone()),
+        path: seat.distance.map(|distance| distance.class().short().to_owned()),
         engine,
         done,
         times_us,
@@ -133,36 +147,54 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         .iter()
         .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"))
         .collect::<Result<_>>()?;
-    Ok((report(args, ranks, &plan)?, communicator.into_members()))
+    Ok((report(args, ranks, &plan, &placement)?, communicator.into_members()))
 }
 
-type Prepared = (Verbs, Arc<Nic>, Box<dyn Engine>, u64, Plan);
+/// What a rank has before its first call.
+struct Prepared {
+    placement: Placement,
+    verbs: Verbs,
+    engine: Box<dyn Engine>,
+    base: u64,
+    plan: Plan,
+}
 
 fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<Prepared> {
-    let ranks = group.ranks();
-    let ring = if args.ring.is_empty() {
-        Ring::by_rank(ranks)
-    } else {
-        let ring = Ring::new(args.ring.clone()).filter(|ring| ring.ranks() == ranks);
-        ring.with_context(|| format!("--ring does not have each of the {ranks} ranks once"))?
-    };
     let sizes = sizes(args);
     sizes.check()?;
-    let plan = Plan::new(call(args), ring, sizes.chunk).map_err(anyhow::Error::msg)?;
-    let names: Vec<String> = args.nic.iter().cloned().collect();
-    let nic = open_nics(&names)?.into_iter().next().context("no NIC")?;
+    let bytes = sizes.memory(group.ranks());
     let memory = MemoryOptions {
         kind: args.memory,
         provider: args.device.as_deref(),
         device: &args.dev_path,
     };
-    let bytes = sizes.memory(ranks);
+    let wanted = Wanted {
+        nic: args.nic.as_deref(),
+        memory,
+        bytes,
+        ring: &args.ring,
+    };
+    let placement = Placement::agree(group, &wanted, args.timeout)?;
+    let plan = Plan::new(call(args), placement.ring.clone(), sizes.chunk).map_err(anyhow::Error::msg)?;
+    let nic = &placement.nic;
+    let opened = open_engine(placement.provider.as_ref(), nic)?;
+    let provider = placement.provider.as_ref().map(|provider| provider.addr.to_string());
+    let memory = MemoryOptions {
+        provider: provider.as_deref(),
+        ..memory
+    };
     // A piece, and the messages of flow control.
     let depth = args.window + 8;
-    let verbs = Verbs::connect(group, &nic, args.gid_index, memory, bytes, depth, args.timeout)
+    let verbs = Verbs::connect(group, nic, args.gid_index, memory, bytes, depth, args.timeout)
         .with_context(|| format!("connecting with {} of memory", human_size(bytes)))?;
-    let (engine, base) = open_engine(verbs.memory(), &nic)?;
-    Ok((verbs, nic, engine, base, plan))
+    let (engine, base) = opened(verbs.memory())?;
+    Ok(Prepared {
+        placement,
+        verbs,
+        engine,
+        base,
+        plan,
+    })
 }
 
 fn repeat<E: Engine>(
@@ -193,7 +225,7 @@ fn repeat<E: Engine>(
     Ok((times, done, args.verify.then_some(wrong)))
 }
 
-fn report(args: &RunArgs, ranks: Vec<RankReport>, plan: &Plan) -> Result<RunReport> {
+fn report(args: &RunArgs, ranks: Vec<RankReport>, plan: &Plan, placement: &Placement) -> Result<RunReport> {
     ensure!(!ranks.is_empty(), "no rank has reported");
     let call = plan.call();
     let formula = cost::formula(call.collective, ranks.len(), call.bytes);
@@ -216,6 +248,12 @@ fn report(args: &RunArgs, ranks: Vec<RankReport>, plan: &Plan) -> Result<RunRepo
         ratio: measured.ratio_to(&formula),
         measured,
         formula,
+        ring: RingReport {
+            order: placement.ring.order().to_vec(),
+            by_topology: ring(&placement.seats).order().to_vec(),
+            chosen: if args.ring.is_empty() { "topology" } else { "option" }.into(),
+            steps: steps(&placement.ring, &placement.seats),
+        },
         verified: compared.map(|wrong| wrong.iter().all(|wrong| *wrong == 0)),
         ranks,
     })

@@ -24,15 +24,19 @@ const SEE_ALSO: &[(&str, &str)] = &[
     ("p2pmemctl-rules", "p2pmem.toml(5), subuid(5)"),
     (
         "p2pmemctl",
-        "p2pmem.toml(5), p2pmem-perf(1), p2pmem-exporter(1), p2pmem-recorder(1)",
+        "p2pmem.toml(5), p2pmem-perf(1), p2pmem-collectives(1), p2pmem-exporter(1), p2pmem-recorder(1)",
     ),
     ("p2pmem-perf", "p2pmemctl(1)"),
+    ("p2pmem-collectives", "p2pmemctl(1), p2pmem-perf(1), mpirun(1), srun(1)"),
     ("p2pmem-exporter", "p2pmemctl(1)"),
     ("p2pmem-recorder", "p2pmemctl(1), p2pmem-exporter(1)"),
 ];
 
 /// Sections of pages that command lines do not have, by the page's name.
-const SECTIONS: &[(&str, &str)] = &[("p2pmem-recorder", include_str!("p2pmem-recorder.roff"))];
+const SECTIONS: &[(&str, &str)] = &[
+    ("p2pmem-collectives", include_str!("p2pmem-collectives.roff")),
+    ("p2pmem-recorder", include_str!("p2pmem-recorder.roff")),
+];
 
 /// The program whose completions know the machine.
 const CTL: &str = "p2pmemctl";
@@ -46,10 +50,11 @@ fn main() -> Result<()> {
 }
 
 /// Returns the command lines of all programs.
-fn programs() -> [Command; 4] {
+fn programs() -> [Command; 5] {
     [
         p2pmemctl::Cli::command(),
         p2pmem_perf::cli::Cli::command(),
+        p2pmem_collectives::cli::Cli::command(),
         p2pmem_exporter::command(),
         p2pmem_recorder::cli::Cli::command(),
     ]
@@ -160,5 +165,7 @@ mod tests {
         let places = ["\"EXIT STATUS\"", "SERVICE", "FILES", "EXAMPLES", "\"SEE ALSO\""]
             .map(|name| recorder.find(&format!(".SH {name}")));
         assert!(places.is_sorted() && places[0].is_some(), "{places:?}: {recorder}");
+        let collectives = fs::read_to_string(folder.path().join("man1/p2pmem-collectives.1")).unwrap();
+        assert!(collectives.contains("\nmpirun \\-np 4"), "{collectives}");
     }
 }

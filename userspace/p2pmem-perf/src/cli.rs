@@ -5,14 +5,16 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand};
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::value::{seconds, size};
 
 #[cfg(feature = "web")]
 use crate::gauge::GaugeArgs;
 use crate::matrix::MatrixArgs;
 use crate::plot::PlotArgs;
 use crate::rpc::RpcArgs;
-use crate::sizes::{messages, size, window, Sizes};
+use crate::sizes::{messages, window, Sizes};
 use crate::stream::StreamArgs;
 use crate::waiter::How;
 use crate::wire::{Mode, PeerMemory, Test};
@@ -64,35 +66,6 @@ pub enum Command {
     StaleServe(StaleServeArgs),
     /// Try to write to the buffer of stale-serve after its end: the NIC must reject every write.
     StaleRun(StaleRunArgs),
-}
-
-/// Kind of memory for the payload.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum MemoryKind {
-    /// Host memory.
-    Cpu,
-    /// A p2pmem buffer of an accelerator near the NIC, registered as a dma-buf if the kernel supports this. All
-    /// providers are accelerators that are neither drives nor FPGAs.
-    Accelerator,
-    /// A p2pmem buffer in the controller memory buffer (CMB) of a drive near the NIC.
-    Cmb,
-    /// A p2pmem buffer of an FPGA near the NIC: a provider whose PCI class is that of signal processing controllers.
-    Fpga,
-    /// A p2pmem buffer of a provider without struct pages: only RDMA and dma-bufs can use it.
-    Pageless,
-}
-
-impl MemoryKind {
-    /// Returns the name on the command line.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Cpu => "cpu",
-            Self::Accelerator => "accelerator",
-            Self::Cmb => "cmb",
-            Self::Fpga => "fpga",
-            Self::Pageless => "pageless",
-        }
-    }
 }
 
 /// Options of either side of a test that do not concern the memory of the messages.
@@ -376,19 +349,6 @@ pub struct StaleRunArgs {
     pub seed: u64,
 }
 
-/// Parses a time limit in seconds.
-///
-/// # Errors
-///
-/// The text is no number, or the time is too short or too long.
-pub fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "specify a number of seconds".to_owned())?;
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(limit) if limit >= Duration::from_millis(1) && limit <= Duration::from_secs(86400) => Ok(limit),
-        _ => Err("specify a number of seconds, from 0.001 to 86400".into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -441,13 +401,5 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.contains("fpga"), "{error}");
-    }
-
-    #[test]
-    fn limits_are_finite_and_not_zero() {
-        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
-        for text in ["0", "-1", "x", "NaN", "inf", "1e9"] {
-            assert!(seconds(text).unwrap_err().contains("seconds"), "{text}");
-        }
     }
 }

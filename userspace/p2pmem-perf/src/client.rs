@@ -15,6 +15,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{bail, ensure, Context, Result};
 use indicatif::ProgressBar;
 use p2pmem::short_size;
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::Nic;
 
 use crate::cli::{OwnArgs, RunArgs};
@@ -23,7 +24,7 @@ use crate::print_json;
 use crate::progress;
 use crate::report::{NicResult, Report, SizeResult};
 use crate::server::{connect, sessions, side, space};
-use crate::session::{is_target, open_nics, NicSession, Ran, Role};
+use crate::session::{is_target, NicSession, Ran, Role};
 use crate::stats::{Latency, Speed, Times};
 use crate::tcp::Payload;
 use crate::waiter::Stop;

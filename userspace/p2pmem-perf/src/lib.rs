@@ -5,8 +5,8 @@
 //! [`client`] and [`server`] agree on a test over TCP ([`wire`]); [`client::measure`] runs one and reports to an
 //! [`observer`]; [`matrix`] runs one for each pair of memories; `gauge` (feature `web`) shows both in the browser, and
 //! [`plot`] draws their reports. Each NIC's part of the test is a [`session`], with
-//! its [`memory`] and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived, [`stats`]
-//! measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA, [`ucx`] by the library UCX; [`stream`] sends a continuous flow
+//! its memory ([`p2pmem_payload`]) and a reliable connection ([`p2pmem_verbs`]). [`pattern`] checks that every byte arrived,
+//! [`stats`] measures bandwidth and message rate. [`tcp`] moves the same messages without RDMA, [`ucx`] by the library UCX; [`stream`] sends a continuous flow
 //! of frames. [`registration`] measures the time of a registration; [`stale`] tries to write
 //! to a buffer after its end.
 
@@ -15,7 +15,6 @@ pub mod client;
 #[cfg(feature = "web")]
 pub mod gauge;
 pub mod matrix;
-pub mod memory;
 pub mod observer;
 pub mod pattern;
 pub mod plot;

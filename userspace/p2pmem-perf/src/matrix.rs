@@ -13,9 +13,10 @@ use std::io::Write;
 use anyhow::{ensure, Context, Result};
 use indicatif::ProgressBar;
 use p2pmem::short_size;
+use p2pmem_payload::kind::MemoryKind;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{MemoryKind, RunArgs};
+use crate::cli::RunArgs;
 use crate::client::{self, Unreachable};
 use crate::observer::{Observer, Unobserved};
 use crate::report::{Report, SizeResult};

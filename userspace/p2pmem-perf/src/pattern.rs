@@ -7,9 +7,11 @@ use anyhow::{Context, Result};
 use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
-use crate::memory::REVOKED;
 use crate::sizes::Slots;
 
+/// Error if the processor accesses a buffer whose provider was removed.
+pub const REVOKED: &str =
+    "the buffer of the messages was revoked: was its provider unpublished, or its device removed?";
 /// Words that are processed at once.
 const STEP: usize = 8192;
 /// Bytes of a word.

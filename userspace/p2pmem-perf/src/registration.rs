@@ -8,14 +8,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
 use p2pmem::short_size;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::memory::{Memory, MemoryOptions, UnregisteredMemory};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::Domain;
 use serde::Serialize;
 
-use crate::cli::{MemoryKind, RegisterArgs};
-use crate::memory::{Memory, MemoryOptions, UnregisteredMemory};
+use crate::cli::RegisterArgs;
 use crate::print_json;
 use crate::progress;
-use crate::session::{open_nics, process_time};
+use crate::session::process_time;
 
 /// Cost of the registration of one kind and size of memory.
 #[derive(Debug, Clone, Serialize)]

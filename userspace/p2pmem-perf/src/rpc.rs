@@ -8,9 +8,10 @@ use std::io::Write;
 use anyhow::{ensure, Context, Result};
 use clap::{Args, ValueEnum};
 use p2pmem::short_size;
+use p2pmem_payload::kind::MemoryKind;
 use serde::{Deserialize, Serialize};
 
-use crate::cli::{MemoryKind, OwnArgs, RunArgs, PORT};
+use crate::cli::{OwnArgs, RunArgs, PORT};
 use crate::client::measure;
 use crate::observer::{Observer, Unobserved};
 use crate::print_json;

@@ -9,11 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::memory::{self, MemoryOptions, Wanted};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::Nic;
 
-use crate::cli::{MemoryKind, OwnArgs, ServeArgs};
-use crate::memory::{self, MemoryOptions, Wanted};
-use crate::session::{describe, open_nics, process_time, NicSession, Role, Served};
+use crate::cli::{OwnArgs, ServeArgs};
+use crate::session::{describe, process_time, NicSession, Role, Served};
 use crate::stream;
 use crate::tcp::PayloadListener;
 use crate::waiter::Stop;

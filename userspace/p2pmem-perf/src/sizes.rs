@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Parsing of sizes (`2M`, `4K,64K`, `4K-64M`), the slots of a buffer, and windows.
+//! Lists of sizes (`2M`, `4K,64K`, `4K-64M`), the slots of a buffer, and windows.
 //!
 //! A message that does not fit the memory moves through a window: it is cut into chunks of the window's size, and each
 //! chunk uses the slots as a message of its own does. A slot is used again when the receiver has handled its last chunk.
 
 use std::fmt;
+
+use p2pmem_payload::value::size;
 
 /// Smallest message. Memory is compared in words of 8 bytes, so sizes are multiples of 8.
 pub const SMALLEST: u64 = 8;
@@ -17,18 +19,6 @@ pub const SLOT_ALIGN: u64 = 4096;
 pub const GUARD: u64 = 4096;
 /// Bytes of the region after the guard region that holds the two handshake words.
 pub const WORDS: u64 = 4096;
-
-/// Parses a size such as `16M`, `1GiB`, or `4096`. Units are powers of 1024.
-///
-/// # Errors
-///
-/// The text is no size. The message says how to write one.
-pub fn size(text: &str) -> Result<u64, String> {
-    parse_size::Config::new()
-        .with_binary()
-        .parse_size(text)
-        .map_err(|why| format!("{why}: specify a number of bytes, or a number with a unit, such as 64K, 2M, or 1GiB"))
-}
 
 /// Sizes in bytes, in the order of measurement. No size is 0.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -14,15 +14,16 @@ use std::sync::Arc;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_payload::memory::{Memory, MemoryOptions};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::{Completions, Domain, QueuePair, Remote, Request, Work};
 use serde::{Deserialize, Serialize};
 
 use crate::cli::{OwnArgs, StaleRunArgs, StaleServeArgs};
 use crate::client::reach;
-use crate::memory::{Memory, MemoryOptions};
 use crate::pattern::mixed;
 use crate::print_json;
-use crate::session::{open_nics, own_endpoint, RETRIES};
+use crate::session::{own_endpoint, RETRIES};
 use crate::waiter::{Stop, Waiter};
 use crate::wire::{check_endpoints, reason, Control, Endpoint, Message};
 

@@ -20,7 +20,7 @@ use p2pmem_verbs::Span;
 use rustix::event::{poll, PollFd, PollFlags, Timespec};
 
 use crate::client::{reach_while, Unreachable};
-use crate::memory::REVOKED;
+use crate::pattern::REVOKED;
 use crate::session::Clock;
 use crate::sizes::Slots;
 use crate::stats::Times;

@@ -18,10 +18,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{anyhow, bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_payload::kind::MemoryKind;
 use p2pmem_ucx_sys::{self as ucx, Endpoint, Memory, Options, RemoteKey, Request, Worker};
 use p2pmem_verbs::Span;
 
-use crate::cli::MemoryKind;
 use crate::session::Clock;
 use crate::sizes::Slots;
 use crate::stats::Times;

@@ -29,11 +29,12 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use clap::ValueEnum;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::memory::Window;
 use p2pmem_verbs::Address;
 use serde::de::{self, DeserializeOwned};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::cli::MemoryKind;
 use crate::pattern::Comparison;
 use crate::sizes::{check_message, check_window, chunk, Sizes, Slots, GUARD, WORDS};
 use crate::stream::protocol::{Layout, StreamRequest, StreamResult};
@@ -319,35 +320,6 @@ impl Test {
             !(1..=MAX_NICS).contains(&self.nics),
             &format!("specify 1 to {MAX_NICS} NICs"),
         )
-    }
-}
-
-/// Memory that the peer may access.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Window {
-    /// Address of the first byte, as in a work request.
-    pub address: u64,
-    /// Remote key.
-    pub rkey: u32,
-    /// Length in bytes.
-    pub bytes: u64,
-}
-
-impl Window {
-    /// Returns the address of byte `at`. `bytes` bytes from there must be inside the window.
-    ///
-    /// # Errors
-    ///
-    /// The bytes are not inside the window.
-    pub fn at(&self, at: u64, bytes: u64) -> Result<u64> {
-        match at.checked_add(bytes) {
-            Some(end) if end <= self.bytes => self.address.checked_add(at).context("the address exceeds 64 bits"),
-            _ => bail!(
-                "{bytes} bytes at {at} exceed the {} bytes that the other side offers",
-                self.bytes
-            ),
-        }
     }
 }
 

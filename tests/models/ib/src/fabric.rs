@@ -93,6 +93,10 @@ pub struct LinkCounters {
     pub rx_packets: u64,
     /// Bytes received from the link, including headers.
     pub rx_bytes: u64,
+    /// Packets that the port sent to itself. They do not use the link, and the other counters do not count them.
+    pub loopback_packets: u64,
+    /// Bytes of these packets, including headers.
+    pub loopback_bytes: u64,
     /// Packets lost by injected faults, in both directions.
     pub lost: u64,
     /// Packets dropped because the link was down or the destination was unknown, in both directions.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail};
 use p2pmem_fpga_regs::Status;
 use p2pmem_fpga_regs::driver::{Error, Fpga, FrameMemory, Stream, StreamOptions};
-use p2pmem_perf::memory::{Memory, MemoryOptions};
+use p2pmem_payload::memory::{Memory, MemoryOptions};
 use p2pmem_perf::stream::protocol::Layout;
 use p2pmem_perf::stream::source::{Next, Source, SourceFrame, SourceOptions, Totals};
 use p2pmem_verbs::{Domain, Span};

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
-use p2pmem_perf::memory::{Memory, MemoryOptions};
-use p2pmem_perf::wire::Window;
+use p2pmem_payload::memory::{Memory, MemoryOptions, Window};
 use p2pmem_verbs::{
     Access, Address, Completion, Completions, Domain, HostMemory, Nic, QueuePair, Remote, Request, Retries, Segment,
     Span, Work,

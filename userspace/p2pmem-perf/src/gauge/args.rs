@@ -9,8 +9,9 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use clap::Args;
+use p2pmem_payload::value::seconds;
 
-use crate::cli::{seconds, PORT};
+use crate::cli::PORT;
 
 /// The TCP port of the page.
 const PAGE_PORT: u16 = 8521;

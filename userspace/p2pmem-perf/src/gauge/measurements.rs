@@ -13,7 +13,7 @@ use crate::client;
 use crate::matrix::{self, Matrix, MatrixArgs, MatrixObserver};
 use crate::observer::Observer;
 use crate::report::Report;
-use crate::session::nic_names;
+use p2pmem_payload::nic::nic_names;
 
 /// Measures between two nodes.
 pub trait Measurements: Send + Sync + 'static {

@@ -8,13 +8,14 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use clap::ValueEnum;
+use p2pmem_payload::kind::MemoryKind;
 use p2pmem_web::{Changed, State};
 use serde::Serialize;
 
 use super::args::ServerAddress;
 use super::job::JobObserver;
 use super::measurements::Measurements;
-use crate::cli::{MemoryKind, RunArgs};
+use crate::cli::RunArgs;
 use crate::matrix::{Matrix, MatrixArgs, STAGED};
 use crate::report::{Report, SizeResult};
 use crate::wire::{reason_and_remedy, Mode};

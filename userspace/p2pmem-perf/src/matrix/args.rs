@@ -3,10 +3,12 @@
 //! Options of `matrix`.
 
 use clap::Args;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::value::size;
 
 use super::Pair;
-use crate::cli::{MemoryKind, OwnArgs, RunArgs, SideArgs, PORT};
-use crate::sizes::{messages, size, window, Sizes};
+use crate::cli::{OwnArgs, RunArgs, SideArgs, PORT};
+use crate::sizes::{messages, window, Sizes};
 use crate::wire::Mode;
 
 /// Options of `matrix`.

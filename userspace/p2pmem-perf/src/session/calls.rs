@@ -6,7 +6,7 @@ use anyhow::{ensure, Context, Result};
 use p2pmem_verbs::{Request, Work};
 
 use super::{cpu_time, word, NicSession, Run, Served, PEER_WORD, WORD};
-use crate::memory::REVOKED;
+use crate::pattern::REVOKED;
 use crate::stats::Times;
 use crate::waiter::Waiter;
 

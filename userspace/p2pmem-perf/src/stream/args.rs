@@ -5,9 +5,10 @@
 use std::time::Duration;
 
 use clap::Args;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::value::{seconds, size};
 
-use crate::cli::{seconds, MemoryKind, OwnArgs, PORT};
-use crate::sizes::size;
+use crate::cli::{OwnArgs, PORT};
 use crate::wire::PeerMemory;
 
 use super::protocol::{check_chunk, StreamRequest};

@@ -9,15 +9,16 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::memory::{Memory, MemoryOptions, Window};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::{Completion, Completions, Domain, Nic, QueuePair, Remote, Request, Work};
 
-use crate::cli::MemoryKind;
 use crate::client::reach;
-use crate::memory::{Memory, MemoryOptions};
 use crate::print_json;
-use crate::session::{connect_queue, cpu_time, open_nics, own_endpoint};
+use crate::session::{connect_queue, cpu_time, own_endpoint};
 use crate::waiter::How;
-use crate::wire::{check_endpoints, reason, Control, Endpoint, FromClient, FromServer, Side, Window, VERSION};
+use crate::wire::{check_endpoints, reason, Control, Endpoint, FromClient, FromServer, Side, VERSION};
 
 use super::protocol::{first_that_fits, Layout, StreamRequest, WORDS};
 use super::rate::Rolling;

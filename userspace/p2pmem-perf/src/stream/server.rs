@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem::human_size;
+use p2pmem_payload::memory::{Memory, MemoryOptions};
+use p2pmem_payload::nic::open_nics;
 use p2pmem_verbs::{Completion, Completions, Domain, QueuePair, Remote, Request, Span, Work};
 
 use crate::cli::{OwnArgs, ServeArgs};
-use crate::memory::{Memory, MemoryOptions};
 use crate::server::with_peer_memory;
-use crate::session::{connect_queue, cpu_time, open_nics, own_endpoint};
+use crate::session::{connect_queue, cpu_time, own_endpoint};
 use crate::waiter::How;
 use crate::wire::{check_endpoints, Control, Endpoint, FromClient, FromServer, VERSION};
 

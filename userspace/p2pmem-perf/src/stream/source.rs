@@ -5,9 +5,8 @@
 use std::sync::Arc;
 
 use anyhow::Result;
+use p2pmem_payload::memory::Memory;
 use p2pmem_verbs::Domain;
-
-use crate::memory::Memory;
 
 use super::protocol::Layout;
 

@@ -8,9 +8,8 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use anyhow::{bail, Context, Result};
+use p2pmem_payload::memory::{Memory, MemoryOptions};
 use p2pmem_verbs::{Domain, Span};
-
-use crate::memory::{Memory, MemoryOptions};
 
 use super::frame;
 use super::pace::{Pace, Step, SHORTEST};

@@ -411,18 +411,23 @@ impl Network {
                 Place::ReceiverLink => {
                     self.left_link(to, TO_PORT, due);
                     if !burst.packets.is_empty() {
-                        self.deliver(to, burst);
+                        self.deliver(from, to, burst);
                     }
                 }
             }
         }
     }
 
-    fn deliver(&mut self, to: u16, burst: Burst) {
+    fn deliver(&mut self, from: u16, to: u16, burst: Burst) {
         let Some(port) = self.ports.get(&to) else { return };
         if let Some(link) = self.links.get_mut(&port.link) {
-            link.counters.rx_packets += burst.packets.len() as u64;
-            link.counters.rx_bytes += burst.packets.iter().map(Packet::wire_bytes).sum::<u64>();
+            let counters = &mut link.counters;
+            let (packets, bytes) = match from == to {
+                true => (&mut counters.loopback_packets, &mut counters.loopback_bytes),
+                false => (&mut counters.rx_packets, &mut counters.rx_bytes),
+            };
+            *packets += burst.packets.len() as u64;
+            *bytes += burst.packets.iter().map(Packet::wire_bytes).sum::<u64>();
         }
         (port.deliver)(Delivery::Packets(burst));
     }
@@ -430,8 +435,9 @@ impl Network {
     /// Sends packets from a port.
     pub(crate) fn send(&mut self, from: u16, packets: Vec<Packet>, now: Duration) {
         if let Some(link) = self.port_link(from) {
-            link.counters.tx_packets += packets.len() as u64;
-            link.counters.tx_bytes += packets.iter().map(Packet::wire_bytes).sum::<u64>();
+            let sent = || packets.iter().filter(|packet| packet.dlid != from);
+            link.counters.tx_packets += sent().count() as u64;
+            link.counters.tx_bytes += sent().map(Packet::wire_bytes).sum::<u64>();
         }
         // Consecutive packets with the same destination and delay form one burst.
         let mut group: Option<(u16, Duration, Vec<Packet>)> = None;
@@ -569,7 +575,7 @@ impl Network {
     /// Takes a burst that reached the receiver's link at the time `at` over this link.
     fn send_to_port(&mut self, from: u16, to: u16, burst: Burst, at: Duration) {
         if from == to || self.transmitter(to, TO_PORT).is_none() {
-            return self.deliver(to, burst);
+            return self.deliver(from, to, burst);
         }
         let Some(path) = self.path(from, to).cloned() else {
             return;

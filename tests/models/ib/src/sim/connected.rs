@@ -2,6 +2,7 @@
 
 //! Connections without faults: every operation, lengths around the path MTU, order, fences, states.
 
+use super::links::counters;
 use super::*;
 use crate::work::Fence;
 
@@ -322,6 +323,10 @@ fn loopback_connection_works() {
     sim.run();
     assert_eq!(sim.sends(0), ok([1]));
     assert_eq!(sim.bytes(0, 120_000, 100_000), data);
+    // Nothing used the link.
+    let counters = counters(&sim, 0);
+    assert_eq!((counters.tx_bytes, counters.rx_bytes), (0, 0));
+    assert!(counters.loopback_bytes > 100_000, "{counters:?}");
 }
 
 #[test]

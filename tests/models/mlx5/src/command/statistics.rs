@@ -21,6 +21,7 @@ pub(super) fn query_vport(model: &mut Model<'_>, input: &[u8], output: &mut [u8]
         return Err(refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR));
     }
     let link = since(&model.hca.port.counters(), &model.hca.port_base);
+    // The counters of a virtual port include what the adapter sends to itself, those of the physical port do not.
     let set = |output: &mut [u8], part: Part, packets: u64, octets: u64| {
         part.field(traffic_counter::PACKETS).set(output, packets);
         part.field(traffic_counter::OCTETS).set(output, octets);
@@ -28,14 +29,14 @@ pub(super) fn query_vport(model: &mut Model<'_>, input: &[u8], output: &mut [u8]
     set(
         output,
         query_vport_counter_out::RECEIVED_IB_UNICAST,
-        link.rx_packets,
-        link.rx_bytes,
+        link.rx_packets + link.loopback_packets,
+        link.rx_bytes + link.loopback_bytes,
     );
     set(
         output,
         query_vport_counter_out::TRANSMITTED_IB_UNICAST,
-        link.tx_packets,
-        link.tx_bytes,
+        link.tx_packets + link.loopback_packets,
+        link.tx_bytes + link.loopback_bytes,
     );
     set(output, query_vport_counter_out::TRANSMIT_ERRORS, link.dropped, 0);
     if query_vport_counter_in::CLEAR.is_set(input) {
@@ -51,6 +52,8 @@ pub(crate) fn since(now: &LinkCounters, base: &LinkCounters) -> LinkCounters {
         tx_bytes: now.tx_bytes.saturating_sub(base.tx_bytes),
         rx_packets: now.rx_packets.saturating_sub(base.rx_packets),
         rx_bytes: now.rx_bytes.saturating_sub(base.rx_bytes),
+        loopback_packets: now.loopback_packets.saturating_sub(base.loopback_packets),
+        loopback_bytes: now.loopback_bytes.saturating_sub(base.loopback_bytes),
         lost: now.lost.saturating_sub(base.lost),
         dropped: now.dropped.saturating_sub(base.dropped),
         downs: now.downs.saturating_sub(base.downs),

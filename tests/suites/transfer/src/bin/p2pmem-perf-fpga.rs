@@ -7,8 +7,8 @@ use std::sync::Arc;
 
 use anyhow::Result;
 use clap::Parser;
-use p2pmem_perf::cli::MemoryKind;
-use p2pmem_perf::memory::MemoryOptions;
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::memory::MemoryOptions;
 use p2pmem_perf::stream::source::{Source, SourceOptions};
 use p2pmem_perf::stream::{StreamArgs, client};
 use p2pmem_transfer_suite::fpga::FpgaSource;

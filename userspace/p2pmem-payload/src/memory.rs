@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 use anyhow::{bail, Context, Result};
 use p2pmem::{human_size, Buffer, Client, Device, Provider, Request};
 use p2pmem_verbs::{Access, BufferMemory, Domain, HostMemory, Segment, Span};
+use serde::{Deserialize, Serialize};
 
-use crate::cli::MemoryKind;
-use crate::wire::Window;
+use crate::kind::MemoryKind;
 
 /// Access of all registrations: everything except atomics.
 const ACCESS: Access = Access::LOCAL_WRITE
@@ -28,13 +28,39 @@ const DRIVE_END: u32 = 0x01_08ff;
 const SIGNAL: u32 = 0x11_0000;
 const SIGNAL_END: u32 = 0x11_ffff;
 
-/// Error if the processor accesses a buffer whose provider was removed.
-pub const REVOKED: &str =
-    "the buffer of the messages was revoked: was its provider unpublished, or its device removed?";
 /// Bytes of the smallest buffer of a test.
 const SMALLEST_BUFFER: u64 = 5 * 4096;
 /// Time between two queries whether freed memory is cleared.
 const CLEARING_POLL: Duration = Duration::from_millis(5);
+
+/// Memory that the peer may access.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Window {
+    /// Address of the first byte, as in a work request.
+    pub address: u64,
+    /// Remote key.
+    pub rkey: u32,
+    /// Length in bytes.
+    pub bytes: u64,
+}
+
+impl Window {
+    /// Returns the address of byte `at`. `bytes` bytes from there must be inside the window.
+    ///
+    /// # Errors
+    ///
+    /// The bytes are not inside the window.
+    pub fn at(&self, at: u64, bytes: u64) -> Result<u64> {
+        match at.checked_add(bytes) {
+            Some(end) if end <= self.bytes => self.address.checked_add(at).context("the address exceeds 64 bits"),
+            _ => bail!(
+                "{bytes} bytes at {at} exceed the {} bytes that the other side offers",
+                self.bytes
+            ),
+        }
+    }
+}
 
 /// Kind and origin of the memory.
 #[derive(Debug, Clone, Copy)]
@@ -174,7 +200,7 @@ impl UnregisteredMemory {
             let len = usize::try_from(bytes).context("the size exceeds the address space")?;
             let span = Span::host(len).with_context(|| {
                 format!(
-                    "cannot allocate {} of host memory: use fewer or smaller messages (--buffer, --size)",
+                    "cannot allocate {} of host memory: use a smaller payload, such as by --size",
                     human_size(bytes)
                 )
             })?;
@@ -358,11 +384,14 @@ fn largest_near(
     }
 }
 
-/// Returns the request for a buffer of the kind, near the NIC.
-fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
-    let providers = device.providers()?;
+/// Returns the providers that have memory of the kind; only the one that `options` names, if it names one.
+///
+/// # Errors
+///
+/// No provider has such memory, or the named one does not exist or has memory of another kind. The message says what to do.
+pub fn providers(options: MemoryOptions<'_>, device: &Device) -> Result<Vec<Provider>> {
     let name = options.kind.name();
-    let near = Request::new(bytes).near([Client::resolve(nic)?]);
+    let mut providers = device.providers()?;
     if let Some(chosen) = options.provider {
         let found = providers
             .iter()
@@ -373,20 +402,27 @@ fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -
         if !has_kind(found, options.kind) {
             bail!("provider {chosen} has no memory of the kind {name}: `p2pmemctl list` shows its device and mode");
         }
-        return Ok(near.provider(found.id));
+        return Ok(vec![found.clone()]);
     }
-    // The module does not choose by kind, so it can choose only if all providers are of this kind.
-    let kind: Vec<_> = providers
-        .iter()
-        .filter(|provider| has_kind(provider, options.kind))
-        .collect();
-    if kind.is_empty() {
+    providers.retain(|provider| has_kind(provider, options.kind));
+    if providers.is_empty() {
         bail!(
             "no provider has memory of the kind {name}: {}",
             how_to_get(options.kind)
         );
     }
-    if kind.len() == providers.len() {
+    Ok(providers)
+}
+
+/// Returns the request for a buffer of the kind, near the NIC.
+fn request(options: MemoryOptions<'_>, device: &Device, nic: &str, bytes: u64) -> Result<Request> {
+    let near = Request::new(bytes).near([Client::resolve(nic)?]);
+    let kind = providers(options, device)?;
+    if options.provider.is_some() {
+        return Ok(near.provider(kind[0].id));
+    }
+    // The module does not choose by kind, so it can choose only if all providers are of this kind.
+    if kind.len() == device.providers()?.len() {
         return Ok(near);
     }
     // Otherwise use the nearest provider of the kind, in the module's order. If none has space, the nearest one reports
