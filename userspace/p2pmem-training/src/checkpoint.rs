@@ -225,7 +225,9 @@ mod tests {
     }
 
     fn file() -> (tempfile::TempDir, PathBuf) {
-        let folder = tempfile::tempdir().unwrap();
+        // Not in /tmp, which may have no direct I/O.
+        let program = std::env::current_exe().unwrap();
+        let folder = tempfile::tempdir_in(program.parent().unwrap()).unwrap();
         let path = folder.path().join("checkpoint");
         (folder, path)
     }
