@@ -21,8 +21,8 @@ use crate::state::{Header, Layout};
 
 /// Number of slots.
 const SLOTS: u64 = 2;
-/// Most bytes that [`show`] reads.
-const LARGEST: u64 = 64 << 20;
+/// Most bytes that [`show`] reads: two slots of the largest network.
+const LARGEST: u64 = 4 << 20;
 
 /// The checkpoints of a training, and the memory that has its state at the start.
 #[derive(Debug)]
