@@ -137,7 +137,10 @@ pub fn execute<E: Engine + ?Sized>(engine: &mut E, jobs: &[Job], limit: Duration
             moved = Instant::now();
         }
         if moved.elapsed() > limit {
-            bail!("{}: a job did not end within {limit:?}: is the device there?", engine.name());
+            bail!(
+                "{}: a job did not end within {limit:?}: is the device there?",
+                engine.name()
+            );
         }
         thread::yield_now();
     }
@@ -329,7 +332,10 @@ mod tests {
         assert_eq!((engine.submitted, engine.completed), (5, 5));
         execute(&mut engine, &[], Duration::ZERO).unwrap();
         let error = execute(&mut slow(4), &jobs, Duration::from_millis(10)).unwrap_err();
-        assert!(error.to_string().starts_with("slow: a job did not end within 10ms"), "{error}");
+        assert!(
+            error.to_string().starts_with("slow: a job did not end within 10ms"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -81,7 +81,9 @@ pub fn draw(text: &str) -> Result<String> {
     charts::losses(&mut drawing, &document.sgd);
     charts::stream(&mut drawing, &document);
     if drawing.is_empty() {
-        bail!("the report has nothing to draw: it has no results, matrix, rpc, decomposition, sgd, or rates of a stream");
+        bail!(
+            "the report has nothing to draw: it has no results, matrix, rpc, decomposition, sgd, or rates of a stream"
+        );
     }
     Ok(drawing.svg())
 }

@@ -133,7 +133,12 @@ impl<'a, M: Members> Patience<'a, M> {
 
     /// Adds events, or waits for a short time if there are none. Fails if a rank has failed, or nothing happened within the limit;
     /// `what` says what is missing.
-    fn poll<T: Transport>(&mut self, transport: &mut T, events: &mut Vec<Event>, what: impl Fn() -> String) -> Result<()> {
+    fn poll<T: Transport>(
+        &mut self,
+        transport: &mut T,
+        events: &mut Vec<Event>,
+        what: impl Fn() -> String,
+    ) -> Result<()> {
         transport.poll(events)?;
         if !events.is_empty() {
             self.moved = Instant::now();
@@ -229,7 +234,11 @@ impl Training<'_> {
         let network = self.settings.network();
         let batches = Batches::new(self.settings, self.digits.training.len());
         let total = self.updates(&batches);
-        let initial: Vec<u8> = network.initial(self.settings.seed).iter().flat_map(|value| value.to_le_bytes()).collect();
+        let initial: Vec<u8> = network
+            .initial(self.settings.seed)
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect();
         self.write(0, &initial)?;
 
         let mut workers = vec![Worker::default(); ranks];
@@ -246,9 +255,9 @@ impl Training<'_> {
                 arrived.pop_front();
                 let worker = &mut workers[from];
                 let staleness = version.checked_sub(computed.into());
-                let staleness = staleness.filter(|_| worker.added < expected(from)).with_context(|| {
-                    format!("{} sent an update that it cannot have computed", members.name(from))
-                })?;
+                let staleness = staleness
+                    .filter(|_| worker.added < expected(from))
+                    .with_context(|| format!("{} sent an update that it cannot have computed", members.name(from)))?;
                 (sum, most) = (sum + staleness, most.max(staleness));
                 let reply = places.reply(from, worker.added);
                 let job = |operation, into: u64, from: u64| Job {
@@ -273,7 +282,11 @@ impl Training<'_> {
                     into: reply,
                     immediate: version as u32,
                 };
-                ensure!(transport.write(&write)?, "the send queue to {} is full", members.name(from));
+                ensure!(
+                    transport.write(&write)?,
+                    "the send queue to {} is full",
+                    members.name(from)
+                );
                 if version % batches.per_epoch() == 0 {
                     losses.push(network.score(&floats(&self.read(0)?), &self.digits.training).loss);
                     // Workers did not make this rank wait.
@@ -335,7 +348,11 @@ impl Training<'_> {
         let mut patience = Patience::new(members, self.limit);
         // One turn more than updates waits for the last replies.
         for number in 0..=count {
-            let needed = if number < count { (number + 1).saturating_sub(window) } else { count };
+            let needed = if number < count {
+                (number + 1).saturating_sub(window)
+            } else {
+                count
+            };
             let before = replies;
             loop {
                 // What has arrived is taken also if nothing is needed.
@@ -348,7 +365,10 @@ impl Training<'_> {
                 let is_enough = events.is_empty() && replies >= needed && completed >= needed;
                 for event in events.drain(..) {
                     match event {
-                        Event::Arrived { from: SERVER, immediate } if replies < number => {
+                        Event::Arrived {
+                            from: SERVER,
+                            immediate,
+                        } if replies < number => {
                             (replies, version) = (replies + 1, immediate);
                         }
                         Event::Sent { to: SERVER } if completed < number => completed += 1,
@@ -377,7 +397,11 @@ impl Training<'_> {
                 into: at,
                 immediate: version,
             };
-            ensure!(transport.write(&write)?, "the send queue to {} is full", members.name(SERVER));
+            ensure!(
+                transport.write(&write)?,
+                "the send queue to {} is full",
+                members.name(SERVER)
+            );
             members.check()?;
             patience.moved = Instant::now();
         }
@@ -442,18 +466,32 @@ mod tests {
     fn the_loss_falls_with_any_number_of_workers() {
         let digits = Digits::load();
         for (ranks, window) in [(2, 1), (2, 3), (3, 2), (4, 1)] {
-            let mut ended = train(&digits, ranks, window, None, LIMIT).into_iter().map(Result::unwrap);
-            let Some(Ended::Server(served)) = ended.next() else { panic!("rank 0 is the server") };
-            let updates: Vec<u64> = ended.map(|ended| match ended {
-                Ended::Worker(updates) => updates,
-                Ended::Server(_) => panic!("two servers"),
-            }).collect();
+            let mut ended = train(&digits, ranks, window, None, LIMIT)
+                .into_iter()
+                .map(Result::unwrap);
+            let Some(Ended::Server(served)) = ended.next() else {
+                panic!("rank 0 is the server")
+            };
+            let updates: Vec<u64> = ended
+                .map(|ended| match ended {
+                    Ended::Worker(updates) => updates,
+                    Ended::Server(_) => panic!("two servers"),
+                })
+                .collect();
             // 29 batches of an epoch.
             assert_eq!((served.updates, updates.iter().sum::<u64>()), (4 * 29, 4 * 29));
-            assert!(updates.iter().all(|count| count.abs_diff(4 * 29 / updates.len() as u64) <= 1), "{updates:?}");
+            assert!(
+                updates
+                    .iter()
+                    .all(|count| count.abs_diff(4 * 29 / updates.len() as u64) <= 1),
+                "{updates:?}"
+            );
             let outcome = &served.outcome;
             assert_eq!(outcome.losses.len(), 4);
-            assert!(outcome.last_loss() < 0.5 * outcome.initial_loss, "{ranks} ranks, window {window}: {served:?}");
+            assert!(
+                outcome.last_loss() < 0.5 * outcome.initial_loss,
+                "{ranks} ranks, window {window}: {served:?}"
+            );
             // A worker never has more than its window in flight. Others may be faster.
             match (ranks, window) {
                 (2, window) => assert!(served.staleness.most < window.into(), "{served:?}"),
@@ -466,8 +504,11 @@ mod tests {
     #[test]
     fn one_worker_has_the_result_of_the_reference() {
         let digits = Digits::load();
-        let alone = crate::reference::train(&SETTINGS, &digits, 1, p2pmem_collectives::schedule::Algorithm::Ring).unwrap();
-        let Ok(Ended::Server(served)) = train(&digits, 2, 1, None, LIMIT).remove(0) else { panic!("no result") };
+        let alone =
+            crate::reference::train(&SETTINGS, &digits, 1, p2pmem_collectives::schedule::Algorithm::Ring).unwrap();
+        let Ok(Ended::Server(served)) = train(&digits, 2, 1, None, LIMIT).remove(0) else {
+            panic!("no result")
+        };
         assert_eq!(served.outcome, alone);
         assert_eq!(served.staleness, Staleness::default());
     }

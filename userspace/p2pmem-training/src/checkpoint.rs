@@ -105,7 +105,11 @@ impl Checkpoints {
         let mut newest: Option<(u64, Header)> = None;
         for slot in 0..SLOTS {
             let header = self.read(slot)?;
-            let is_newer = |header: &Header| newest.as_ref().is_none_or(|(_, other)| header.iteration > other.iteration);
+            let is_newer = |header: &Header| {
+                newest
+                    .as_ref()
+                    .is_none_or(|(_, other)| header.iteration > other.iteration)
+            };
             newest = header.filter(is_newer).map(|header| (slot, header)).or(newest);
         }
         let Some((slot, header)) = newest else {
@@ -169,7 +173,10 @@ pub fn show(path: &Path) -> Result<Option<Header>> {
     let second = others
         .filter(|(_, page)| Header::decode(page).is_some())
         .find_map(|(number, _)| Header::decode_state(&bytes[number * crate::state::PAGE as usize..]));
-    Ok([first, second].into_iter().flatten().max_by_key(|header| header.iteration))
+    Ok([first, second]
+        .into_iter()
+        .flatten()
+        .max_by_key(|header| header.iteration))
 }
 
 #[cfg(test)]
@@ -194,7 +201,9 @@ mod tests {
     }
 
     fn fill(span: &Span, iteration: u64) -> Header {
-        let parameters: Vec<u8> = (0..4 * PARAMETERS as u64).map(|i| (i ^ (31 * iteration)) as u8).collect();
+        let parameters: Vec<u8> = (0..4 * PARAMETERS as u64)
+            .map(|i| (i ^ (31 * iteration)) as u8)
+            .collect();
         let header = Header {
             iteration,
             parameters: PARAMETERS as u64,
@@ -266,7 +275,11 @@ mod tests {
                     let mut torn = new.clone();
                     torn[at.clone()].copy_from_slice(&old[at]);
                     std::fs::write(&path, &torn).unwrap();
-                    assert_eq!(found(&path, &span), before, "checkpoint {iteration} without block {block}");
+                    assert_eq!(
+                        found(&path, &span),
+                        before,
+                        "checkpoint {iteration} without block {block}"
+                    );
                 }
                 std::fs::write(&path, &new).unwrap();
                 (before, old) = (Some(header), new);
@@ -279,7 +292,11 @@ mod tests {
             next.save().unwrap();
             assert_eq!(found(&path, &span), Some(header));
             let bytes = std::fs::read(&path).unwrap();
-            assert_eq!(Header::decode_state(&bytes), newest, "the newest one of the process before is still there");
+            assert_eq!(
+                Header::decode_state(&bytes),
+                newest,
+                "the newest one of the process before is still there"
+            );
         }
     }
 
@@ -289,7 +306,10 @@ mod tests {
         let (_folder, path) = file();
         fill(&span, 1);
         open(&path, &span).save().unwrap();
-        let error = Checkpoints::open(&path, &span, layout(), [2; 32]).unwrap().load().unwrap_err();
+        let error = Checkpoints::open(&path, &span, layout(), [2; 32])
+            .unwrap()
+            .load()
+            .unwrap_err();
         assert!(error.to_string().contains("checkpoint of another training"), "{error}");
     }
 }

@@ -62,7 +62,11 @@ impl Digits {
         let mut digits = Self::default();
         for (index, (pixels, label)) in data.data.chunks_exact(PIXELS).zip(&data.target).enumerate() {
             let is_test = index % TEST_PART == TEST_PART - 1;
-            let samples = if is_test { &mut digits.test } else { &mut digits.training };
+            let samples = if is_test {
+                &mut digits.test
+            } else {
+                &mut digits.training
+            };
             // Labels are whole numbers from 0 to 9.
             samples.push(pixels, *label as usize);
         }

@@ -145,7 +145,11 @@ impl Network {
                 add(&mut sums.output[weights], error, &forward.hidden);
                 sums.output_offset[unit] += error;
             }
-            for (unit, error) in back.into_iter().enumerate().filter(|(unit, _)| forward.hidden[*unit] > 0.0) {
+            for (unit, error) in back
+                .into_iter()
+                .enumerate()
+                .filter(|(unit, _)| forward.hidden[*unit] > 0.0)
+            {
                 add(&mut sums.hidden[unit * PIXELS..][..PIXELS], error, pixels);
                 sums.hidden_offset[unit] += error;
             }
@@ -167,7 +171,11 @@ impl Network {
             let forward = self.forward(&layers, pixels, label);
             loss += f64::from(forward.loss);
             let others = forward.output.iter().enumerate().filter(|(unit, _)| *unit != label);
-            right += usize::from(others.map(|(_, output)| output).all(|output| *output < forward.output[label]));
+            right += usize::from(
+                others
+                    .map(|(_, output)| output)
+                    .all(|output| *output < forward.output[label]),
+            );
         }
         let count = samples.len().max(1) as f64;
         Score {
@@ -201,7 +209,10 @@ mod tests {
             let step = 1e-2;
             let slope = (loss(index, step) - loss(index, -step)) / f64::from(2.0 * step);
             let found = f64::from(gradient[index]);
-            assert!((slope - found).abs() < 0.05 * found.abs() + 1.0, "parameter {index}: {slope} {found}");
+            assert!(
+                (slope - found).abs() < 0.05 * found.abs() + 1.0,
+                "parameter {index}: {slope} {found}"
+            );
         }
     }
 

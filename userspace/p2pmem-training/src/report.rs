@@ -90,7 +90,11 @@ pub struct TrainingReport {
 ///
 /// Those of the output.
 pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
-    let algorithm = report.algorithm.as_ref().map(|name| format!(" by {name}")).unwrap_or_default();
+    let algorithm = report
+        .algorithm
+        .as_ref()
+        .map(|name| format!(" by {name}"))
+        .unwrap_or_default();
     writeln!(
         out,
         "{} training of {} ranks{algorithm}: {} parameters, {} epochs, {} updates in {:.1} s",
@@ -119,7 +123,11 @@ pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
         writeln!(out, "{} checkpoints", report.checkpoints)?;
     }
     if let Some(staleness) = report.staleness {
-        writeln!(out, "staleness of updates: mean {:.2}, most {}", staleness.mean, staleness.most)?;
+        writeln!(
+            out,
+            "staleness of updates: mean {:.2}, most {}",
+            staleness.mean, staleness.most
+        )?;
     }
     let outcome = &report.outcome;
     writeln!(out, "loss before the first update: {:.6}", outcome.initial_loss)?;

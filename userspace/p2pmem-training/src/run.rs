@@ -82,7 +82,9 @@ fn join(args: &RankArgs, bytes: impl Fn(usize) -> Result<u64>, depth: u32) -> Re
 /// Gives the group this rank's report. Returns those of all ranks.
 fn exchange(group: &Group, own: &RankReport, args: &RankArgs) -> Result<Vec<RankReport>> {
     let values = group.exchange(&serde_json::to_vec(own)?, args.timeout)?;
-    let ranks = values.iter().map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"));
+    let ranks = values
+        .iter()
+        .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"));
     ranks.collect()
 }
 
@@ -115,7 +117,9 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         let engine = open_engine(verbs.memory(), &nic)?;
         let path = args.checkpoint.as_ref().filter(|_| rank == 0);
         let fingerprint = settings.fingerprint(ranks, args.algorithm);
-        let checkpoints = path.map(|path| Checkpoints::open(path, &span, layout, fingerprint)).transpose()?;
+        let checkpoints = path
+            .map(|path| Checkpoints::open(path, &span, layout, fingerprint))
+            .transpose()?;
         Ok((engine, checkpoints))
     };
     let ((engine, base), checkpoints) = match prepare() {
@@ -125,8 +129,15 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
             return Err(error);
         }
     };
-    let mut communicator =
-        Communicator::new(group, verbs, engine, base, sizes, Ring::by_rank(ranks), args.rank.timeout)?;
+    let mut communicator = Communicator::new(
+        group,
+        verbs,
+        engine,
+        base,
+        sizes,
+        Ring::by_rank(ranks),
+        args.rank.timeout,
+    )?;
     let mut training = Training {
         settings: &settings,
         digits: &digits,
@@ -191,7 +202,10 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
     settings.check(digits.training.len())?;
     let parameters = settings.network().parameters();
     let memory = |ranks: usize| {
-        ensure!(ranks > 1, "a parameter server needs at least one worker: start 2 ranks or more");
+        ensure!(
+            ranks > 1,
+            "a parameter server needs at least one worker: start 2 ranks or more"
+        );
         Ok(Places::new(parameters, ranks, args.window).memory())
     };
     let Joined { group, nic, mut verbs } = join(&args.rank, memory, args.window + CONTROL)?;

@@ -66,7 +66,10 @@ impl Settings {
     /// Returns what a rank adds to the parameters for the sum of the gradients of its part of a batch.
     pub fn update(&self, gradient: &[f32]) -> Vec<u8> {
         let factor = -self.rate / self.batch as f32;
-        gradient.iter().flat_map(|value| (factor * value).to_le_bytes()).collect()
+        gradient
+            .iter()
+            .flat_map(|value| (factor * value).to_le_bytes())
+            .collect()
     }
 
     /// Returns what identifies a training of `ranks` ranks: two trainings with the same value have the same result.
@@ -161,7 +164,9 @@ mod tests {
     fn shares_are_the_whole_batch() {
         let batch: Vec<usize> = (0..10).collect();
         for ranks in 1..=12 {
-            let all: Vec<usize> = (0..ranks).flat_map(|rank| share(&batch, rank, ranks).to_vec()).collect();
+            let all: Vec<usize> = (0..ranks)
+                .flat_map(|rank| share(&batch, rank, ranks).to_vec())
+                .collect();
             assert_eq!(all, batch);
         }
         assert_eq!(share(&batch, 1, 4), [2, 3, 4]);

@@ -296,7 +296,12 @@ mod tests {
                     fails: None,
                 };
                 for trained in train(case, &digits) {
-                    assert_eq!(trained.unwrap().outcome, reference, "{ranks} ranks, {}", algorithm.name());
+                    assert_eq!(
+                        trained.unwrap().outcome,
+                        reference,
+                        "{ranks} ranks, {}",
+                        algorithm.name()
+                    );
                 }
                 digests.push(reference.digest);
             }
@@ -343,9 +348,16 @@ mod tests {
             file: None,
             fails: Some((2, 5)),
         };
-        for (rank, error) in train(case, &digits).into_iter().enumerate().filter(|(rank, _)| *rank != 2) {
+        for (rank, error) in train(case, &digits)
+            .into_iter()
+            .enumerate()
+            .filter(|(rank, _)| *rank != 2)
+        {
             let text = format!("{:#}", error.unwrap_err());
-            assert!(text.contains("rank 2 (node-c) stopped: this rank fails"), "rank {rank}: {text}");
+            assert!(
+                text.contains("rank 2 (node-c) stopped: this rank fails"),
+                "rank {rank}: {text}"
+            );
         }
     }
 }
