@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::element::{Element, Reduction};
-use crate::engine::{Engine, Job, Operation};
+use crate::engine::{self, Engine, Job, Operation};
 use crate::group::{list, Failure, Group};
 use crate::message::{low, whole, Announcement, Immediate};
 use crate::schedule::{Algorithm, Call, Collective, Place, Plan, Ring, Step, Task};
@@ -37,6 +37,8 @@ const NAMING: Duration = Duration::from_secs(3);
 const PROGRESS_LIMIT: Duration = Duration::from_secs(1);
 /// Pieces are aligned to this number of bytes, except for the payload's own offset.
 const CHUNK_ALIGN: u64 = 64;
+/// Error of calls after a failure.
+const FAILED: &str = "an earlier call failed: the group cannot be used any more";
 /// The payload's part of the memory has whole pages.
 const PAGE: u64 = 4096;
 
@@ -353,6 +355,29 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         result.map_err(|error| self.fail(error))
     }
 
+    /// Has the engine execute a job in the memory of this rank, between two calls, and waits for its end. Other ranks do not take
+    /// part. Offsets are relative to the memory, and the ranges are in the part for payload.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Call`] if the job is not possible, or after a failure. [`Error::Device`] if the engine fails or does not end the job
+    /// within the limit.
+    pub fn compute(&mut self, job: Job) -> Result<(), Error> {
+        self.members.check()?;
+        if self.failed {
+            return Err(Error::Call(FAILED.into()));
+        }
+        job.check(self.sizes.payload)
+            .map_err(|error| Error::Call(error.to_string()))?;
+        let job = Job {
+            into: self.base + job.into,
+            from: self.base + job.from,
+            ..job
+        };
+        let result = engine::execute(&mut self.engine, &[job], self.limit);
+        result.map_err(|error| self.fail(Error::Device(error)))
+    }
+
     fn execute(&mut self, execution: &mut Execution) -> Result<Done, Error> {
         let mut moved = Instant::now();
         loop {
@@ -424,9 +449,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
     fn enter(&mut self, call: Call) -> Result<Execution, Error> {
         self.members.check()?;
         if self.failed {
-            return Err(Error::Call(
-                "an earlier call failed: the group cannot be used any more".into(),
-            ));
+            return Err(Error::Call(FAILED.into()));
         }
         if call
             .at

@@ -3,6 +3,8 @@
 //! What executes reductions and copies within a memory: the interface of an engine, and the processor as one.
 
 use std::fmt;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use anyhow::{bail, Context, Result};
 use p2pmem_verbs::Span;
@@ -104,6 +106,44 @@ pub trait Engine {
 
     /// Returns the name of the engine, for messages and reports.
     fn name(&self) -> &str;
+}
+
+/// Executes jobs, and waits for their end, at most `limit` for each job. No other jobs of the engine are in progress.
+///
+/// # Errors
+///
+/// Those of the engine; or a job did not end within the limit.
+pub fn execute<E: Engine + ?Sized>(engine: &mut E, jobs: &[Job], limit: Duration) -> Result<()> {
+    let mut jobs = jobs.iter().peekable();
+    let mut last = None;
+    let mut moved = Instant::now();
+    let mut done = engine.completed()?;
+    loop {
+        let mut is_submitted = false;
+        while let Some(number) = jobs.peek().map_or(Ok(None), |job| engine.submit(**job))? {
+            last = Some(number);
+            is_submitted = true;
+            jobs.next();
+        }
+        if is_submitted {
+            engine.start()?;
+        }
+        let completed = engine.completed()?;
+        if jobs.peek().is_none() && last.is_none_or(|last| last < completed) {
+            return Ok(());
+        }
+        if completed > done || is_submitted {
+            done = completed;
+            moved = Instant::now();
+        }
+        if moved.elapsed() > limit {
+            bail!(
+                "{}: a job did not end within {limit:?}: is the device there?",
+                engine.name()
+            );
+        }
+        thread::yield_now();
+    }
 }
 
 impl<E: Engine + ?Sized> Engine for Box<E> {
@@ -242,6 +282,60 @@ mod tests {
         assert_eq!(engine.submit(job(Operation::Copy, 4095, 3, 1)).unwrap(), Some(1));
         engine.start().unwrap();
         assert_eq!(engine.completed().unwrap(), 2);
+    }
+
+    /// An engine with space for two jobs, which ends one job in every second query, and none after `last` jobs.
+    struct Slow {
+        submitted: u64,
+        completed: u64,
+        queries: u64,
+        last: u64,
+    }
+
+    impl Engine for Slow {
+        fn submit(&mut self, _job: Job) -> Result<Option<u64>> {
+            if self.submitted - self.completed == 2 {
+                return Ok(None);
+            }
+            self.submitted += 1;
+            Ok(Some(self.submitted - 1))
+        }
+
+        fn start(&mut self) -> Result<()> {
+            Ok(())
+        }
+
+        fn completed(&mut self) -> Result<u64> {
+            self.queries += 1;
+            if self.queries % 2 == 0 && self.completed < self.submitted.min(self.last) {
+                self.completed += 1;
+            }
+            Ok(self.completed)
+        }
+
+        fn name(&self) -> &str {
+            "slow"
+        }
+    }
+
+    #[test]
+    fn execution_ends_with_the_last_job_or_at_the_limit() {
+        let slow = |last| Slow {
+            submitted: 0,
+            completed: 0,
+            queries: 0,
+            last,
+        };
+        let jobs = [job(Operation::Copy, 0, 64, 1); 5];
+        let mut engine = slow(5);
+        execute(&mut engine, &jobs, Duration::from_secs(60)).unwrap();
+        assert_eq!((engine.submitted, engine.completed), (5, 5));
+        execute(&mut engine, &[], Duration::ZERO).unwrap();
+        let error = execute(&mut slow(4), &jobs, Duration::from_millis(10)).unwrap_err();
+        assert!(
+            error.to_string().starts_with("slow: a job did not end within 10ms"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //!
 //! All ranks have memory of the same size. A place is an offset in it.
 
-#[cfg(test)]
 pub mod local;
 pub mod verbs;
 

@@ -8,15 +8,19 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
-use p2pmem::{Buffer, Client, Device, Request};
+use p2pmem::{Buffer, Client, Device, Provider, Request};
 use p2pmem_accel_regs::driver::{Accel, Error, Ring, RingMemory, RingOptions};
 use p2pmem_accel_regs::ring::{Entry, MAX_ENTRIES};
 use p2pmem_collectives::element::{Element, Reduction};
 use p2pmem_collectives::engine::{Engine, Job, Operation};
-use p2pmem_verbs::Span;
+use p2pmem_collectives::run::{OpenedEngine, processor};
+use p2pmem_verbs::{Nic, Span};
 
 /// Time limit for the end of the entry in progress of a ring whose program was killed.
 const RING_LIMIT: Duration = Duration::from_secs(10);
+
+/// Entries of the ring of a rank.
+const ENTRIES: u32 = 64;
 
 /// Time without progress between two reads of the ring's registers, which trap. An abort, a reset and the end of the device are
 /// found there only.
@@ -182,6 +186,25 @@ impl AccelEngine {
             ),
         }
     }
+}
+
+/// Opens the engine of the accelerator whose memory a rank uses, or the processor for other memory.
+///
+/// # Errors
+///
+/// Those of [`AccelEngine::open`].
+pub fn open_engine(provider: Option<&Provider>, nic: &Nic) -> Result<OpenedEngine> {
+    let Some(provider) = provider else {
+        return processor(None, nic);
+    };
+    let device = Device::open()?;
+    let near = Client::resolve(nic.name())?;
+    let engine = AccelEngine::open(&provider.addr.to_string(), &device, &near, provider.id, ENTRIES)?;
+    Ok(Box::new(move |memory| {
+        let base = memory.bar_offset();
+        let base = base.context("the place of the payload in the accelerator's memory is unknown")?;
+        Ok((Box::new(engine), base))
+    }))
 }
 
 fn check_entries(entries: u32) -> Result<()> {

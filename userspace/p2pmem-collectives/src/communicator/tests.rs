@@ -4,6 +4,7 @@
 
 use std::cell::RefCell;
 use std::rc::Rc;
+use std::sync::Arc;
 
 use p2pmem_verbs::Span;
 use proptest::prelude::*;
@@ -122,7 +123,7 @@ impl Random {
 }
 
 struct World {
-    network: Rc<RefCell<Network>>,
+    network: Arc<Network>,
     memories: Vec<Span>,
     communicators: Vec<Communicator<Ranks, Local, SlowEngine>>,
     sizes: Sizes,
@@ -133,7 +134,7 @@ impl World {
         let ranks = ring.ranks();
         let bytes = sizes.memory(ranks) as usize;
         let memories: Vec<Span> = (0..ranks).map(|_| Span::host(bytes).unwrap()).collect();
-        let network = Network::new(memories.clone(), depth);
+        let network = Network::chosen(memories.clone(), depth);
         let names = Rc::new((0..ranks).map(|rank| format!("rank {rank}")).collect::<Vec<_>>());
         let shared = Rc::new(RefCell::new(Shared {
             calls: vec![0; ranks],
@@ -178,7 +179,7 @@ impl World {
             let communicator = &mut self.communicators[rank];
             let mut moved = match random.below(3) {
                 0 => communicator.engine.execute(),
-                1 => self.network.borrow_mut().deliver(&mut |count| random.below(count)),
+                1 => self.network.deliver(&mut |count| random.below(count)),
                 _ if next[rank] == calls[rank].len() => false,
                 _ => {
                     let execution = match &mut executions[rank] {
@@ -199,7 +200,7 @@ impl World {
                     state != State::Waiting
                 }
             };
-            moved |= !self.network.borrow().is_idle();
+            moved |= !self.network.is_idle();
             idle = if moved { 0 } else { idle + 1 };
             assert!(idle < 10_000, "the ranks wait for each other: {next:?}");
         }
@@ -385,7 +386,7 @@ fn a_rank_that_does_not_come_is_named() {
 #[test]
 fn a_failed_connection_ends_the_call_of_all_ranks() {
     let mut world = World::new(&Ring::by_rank(3), SIZES, 4);
-    world.network.borrow_mut().failed = Some(2);
+    world.network.fail(2);
     let calls = vec![vec![allreduce(Algorithm::Ring, 4096)]; 3];
     let (rank, error) = world.run(&calls, &mut Random(1)).unwrap_err();
     assert!(error.to_string().contains("the connection to rank"), "{error}");
@@ -414,7 +415,7 @@ fn impossible_calls_fail_before_anything_is_sent() {
     assert!(error(|call| call.at = 4).contains("the payload has 4096 bytes"));
     assert!(error(|call| call.at = u64::MAX - 3).contains("the payload has 4096 bytes"));
     assert!(error(|call| call.root = 2).contains("the last rank is 1"));
-    assert!(world.network.borrow().is_idle());
+    assert!(world.network.is_idle());
     assert_eq!(world.sizes, SIZES);
 }
 
@@ -429,7 +430,7 @@ fn a_message_that_is_not_expected_ends_the_call() {
         let mut world = World::new(&Ring::by_rank(2), SIZES, 4);
         // Before the call, so no task is open.
         world.communicators[1].transport.notify(0, None, immediate).unwrap();
-        world.network.borrow_mut().deliver(&mut |_| 0);
+        world.network.deliver(&mut |_| 0);
         let communicator = &mut world.communicators[0];
         let mut execution = communicator.enter(allreduce(Algorithm::Ring, 4096)).unwrap();
         execution.open = 0;

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use p2pmem::short_size;
 
 use super::canvas::{color, number, Anchor, Axis, Drawing, Panel, Scale, INK, QUIET, WIDTH};
-use super::data::{Call, Document, Entry, Path};
+use super::data::{Call, Curve, Document, Entry, Path};
 
 /// The left and the right margin of panels, which labels need.
 const LEFT: f64 = 70.0;
@@ -287,5 +287,43 @@ pub(super) fn stream(drawing: &mut Drawing, document: &Document) {
         drawing.text(162.0, y + 17.0, name, Anchor::End);
         drawing.rectangle(170.0, y, width, 24.0, color(0), &number(*rate));
         drawing.text_of(176.0 + width, y + 17.0, &number(*rate), Anchor::Start, 11.0, INK, true);
+    }
+}
+
+/// Draws the loss of each training against its epochs.
+pub(super) fn losses(drawing: &mut Drawing, curves: &[Curve]) {
+    let epochs = curves.iter().map(|curve| curve.losses.len()).max().unwrap_or(0);
+    if epochs == 0 {
+        return;
+    }
+    let top = drawing.chart("Loss of trainings", 330.0);
+    let names: Vec<String> = curves
+        .iter()
+        .map(|curve| format!("{}, {} nodes", curve.mode, curve.nodes))
+        .collect();
+    let below = drawing.legend(LEFT, top + 10.0, &names);
+    let points = |curve: &Curve| -> Vec<(f64, f64)> {
+        let all = std::iter::once(&curve.initial_loss).chain(&curve.losses);
+        (0..).map(f64::from).zip(all.copied()).collect()
+    };
+    let all: Vec<Vec<(f64, f64)>> = curves.iter().map(points).collect();
+    let panel = Panel {
+        left: LEFT,
+        top: below + 14.0,
+        width: WIDTH - LEFT - RIGHT,
+        height: 220.0,
+        x: Axis::new(Scale::Linear, [epochs as f64]),
+        y: Axis::new(Scale::Linear, all.iter().flatten().map(|(_, loss)| *loss)),
+    };
+    let ticks: Vec<(f64, String)> = panel
+        .x
+        .ticks()
+        .into_iter()
+        .filter(|epoch| epoch.fract() == 0.0)
+        .map(|epoch| (epoch, number(epoch)))
+        .collect();
+    panel.frame(drawing, "epochs", "loss", &ticks);
+    for (number, points) in all.iter().enumerate() {
+        panel.series(drawing, points, color(number), true);
     }
 }

@@ -23,6 +23,8 @@ pub(super) struct Document {
     own: Matrix,
     pub(super) rpc: Vec<Call>,
     pub(super) decomposition: Vec<Path>,
+    /// Trainings.
+    pub(super) sgd: Vec<Curve>,
     /// The rates of a stream.
     pub(super) average_mib_per_s: Option<f64>,
     pub(super) rolling_min_mib_per_s: Option<f64>,
@@ -40,6 +42,17 @@ impl Document {
         let all = std::iter::once(&self.own.entries).chain(other);
         all.map(Vec::as_slice).filter(|entries| !entries.is_empty())
     }
+}
+
+/// The losses of a training.
+#[derive(Debug, Deserialize)]
+pub(super) struct Curve {
+    pub(super) mode: String,
+    pub(super) nodes: u32,
+    /// Before the first epoch.
+    pub(super) initial_loss: f64,
+    /// After each epoch.
+    pub(super) losses: Vec<f64>,
 }
 
 /// What is known of a side. In a report of rpc, a side is the name of its memory.

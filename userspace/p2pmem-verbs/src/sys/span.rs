@@ -117,6 +117,14 @@ impl Span {
         }
     }
 
+    /// Returns the mapping of a buffer; `None` for host memory and files.
+    pub fn mapping(&self) -> Option<&Mapping> {
+        match &self.inner.owner {
+            Owner::Buffer(mapping) => Some(mapping),
+            Owner::Own => None,
+        }
+    }
+
     /// Returns the length in bytes.
     #[allow(clippy::len_without_is_empty)] // no mapping is empty
     pub fn len(&self) -> usize {

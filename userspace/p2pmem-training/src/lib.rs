@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Data-parallel training between the ranks of a job: gradients and parameters are in accelerator memory, RDMA moves them, and the
+//! accelerators' engines add them. The processor of each rank computes gradients.
+//!
+//! | module | contents |
+//! |---|---|
+//! | [`digits`], [`network`] | the data, and the network: the same bits on every machine |
+//! | [`settings`], [`outcome`] | what is trained and how, and the result |
+//! | [`state`], [`checkpoint`] | parameters with a header: in memory, and on a drive |
+//! | [`reference`] | what several ranks compute, computed by one processor |
+//! | [`synchronous`], [`asynchronous`] | training with an allreduce in each iteration, or with a parameter server |
+//! | [`cli`], [`run`], [`report`] | the program |
+
+pub mod asynchronous;
+pub mod checkpoint;
+pub mod cli;
+pub mod digits;
+#[cfg(test)]
+mod local;
+pub mod network;
+pub mod outcome;
+mod random;
+pub mod reference;
+pub mod report;
+pub mod run;
+pub mod settings;
+pub mod state;
+pub mod synchronous;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use p2pmem_collectives::run::OpenEngine;
+
+use cli::{Cli, Command};
+
+/// Runs the program with the process's arguments, and with this engine.
+pub fn main(open_engine: OpenEngine<'_>) -> ExitCode {
+    let cli = Cli::parse();
+    let mut out = std::io::stdout().lock();
+    let result = match &cli.command {
+        Command::Sync(args) => run::synchronous(args, open_engine, cli.json, &mut out),
+        Command::Async(args) => run::asynchronous(args, open_engine, cli.json, &mut out),
+        Command::Reference(args) => run::reference(args, cli.json, &mut out),
+        Command::Checkpoint(args) => run::checkpoint(args, cli.json, &mut out),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("p2pmem-training: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
