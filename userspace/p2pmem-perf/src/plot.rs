@@ -25,7 +25,7 @@ const MAX_REPORT: u64 = 64 << 20;
 /// Options of `plot`.
 #[derive(Debug, Args)]
 pub struct PlotArgs {
-    /// The report: the output of run, matrix, stream, or rpc with --json, transfer.json, or collectives.json; - for standard input.
+    /// The report: the output of run, matrix, stream, or rpc with --json, of p2pmem-training --json, or transfer.json; - for standard input.
     pub report: PathBuf,
 
     /// File for the SVG document [default: standard output]
@@ -78,11 +78,13 @@ pub fn draw(text: &str) -> Result<String> {
     }
     charts::rpc(&mut drawing, &document.rpc);
     charts::decomposition(&mut drawing, &document.decomposition);
-    charts::losses(&mut drawing, &document.sgd);
+    if let Some(curve) = &document.training {
+        charts::losses(&mut drawing, curve);
+    }
     charts::stream(&mut drawing, &document);
     if drawing.is_empty() {
         bail!(
-            "the report has nothing to draw: it has no results, matrix, rpc, decomposition, sgd, or rates of a stream"
+            "the report has nothing to draw: it has no results, matrix, rpc, decomposition, losses, or rates of a stream"
         );
     }
     Ok(drawing.svg())

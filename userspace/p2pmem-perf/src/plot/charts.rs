@@ -290,40 +290,25 @@ pub(super) fn stream(drawing: &mut Drawing, document: &Document) {
     }
 }
 
-/// Draws the loss of each training against its epochs.
-pub(super) fn losses(drawing: &mut Drawing, curves: &[Curve]) {
-    let epochs = curves.iter().map(|curve| curve.losses.len()).max().unwrap_or(0);
-    if epochs == 0 {
+/// Draws the loss of a training against its epochs.
+pub(super) fn losses(drawing: &mut Drawing, curve: &Curve) {
+    if curve.losses.is_empty() {
         return;
     }
-    let top = drawing.chart("Loss of trainings", 330.0);
-    let names: Vec<String> = curves
-        .iter()
-        .map(|curve| format!("{}, {} nodes", curve.mode, curve.nodes))
-        .collect();
-    let below = drawing.legend(LEFT, top + 10.0, &names);
-    let points = |curve: &Curve| -> Vec<(f64, f64)> {
-        let all = std::iter::once(&curve.initial_loss).chain(&curve.losses);
-        (0..).map(f64::from).zip(all.copied()).collect()
-    };
-    let all: Vec<Vec<(f64, f64)>> = curves.iter().map(points).collect();
+    let title = format!("Loss of {} training on {} ranks", curve.mode, curve.ranks);
+    let top = drawing.chart(&title, 290.0);
+    let all = std::iter::once(&curve.initial_loss).chain(&curve.losses);
+    let points: Vec<(f64, f64)> = (0..).map(f64::from).zip(all.copied()).collect();
     let panel = Panel {
         left: LEFT,
-        top: below + 14.0,
+        top: top + 20.0,
         width: WIDTH - LEFT - RIGHT,
         height: 220.0,
-        x: Axis::new(Scale::Linear, [epochs as f64]),
-        y: Axis::new(Scale::Linear, all.iter().flatten().map(|(_, loss)| *loss)),
+        x: Axis::new(Scale::Linear, [curve.losses.len() as f64]),
+        y: Axis::new(Scale::Linear, points.iter().map(|(_, loss)| *loss)),
     };
-    let ticks: Vec<(f64, String)> = panel
-        .x
-        .ticks()
-        .into_iter()
-        .filter(|epoch| epoch.fract() == 0.0)
-        .map(|epoch| (epoch, number(epoch)))
-        .collect();
+    let ticks = panel.x.ticks().into_iter().filter(|epoch| epoch.fract() == 0.0);
+    let ticks: Vec<(f64, String)> = ticks.map(|epoch| (epoch, number(epoch))).collect();
     panel.frame(drawing, "epochs", "loss", &ticks);
-    for (number, points) in all.iter().enumerate() {
-        panel.series(drawing, points, color(number), true);
-    }
+    panel.series(drawing, &points, color(0), true);
 }

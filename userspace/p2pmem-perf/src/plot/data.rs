@@ -23,8 +23,9 @@ pub(super) struct Document {
     own: Matrix,
     pub(super) rpc: Vec<Call>,
     pub(super) decomposition: Vec<Path>,
-    /// Trainings.
-    pub(super) sgd: Vec<Curve>,
+    /// A report of p2pmem-training.
+    #[serde(flatten)]
+    pub(super) training: Option<Curve>,
     /// The rates of a stream.
     pub(super) average_mib_per_s: Option<f64>,
     pub(super) rolling_min_mib_per_s: Option<f64>,
@@ -48,7 +49,7 @@ impl Document {
 #[derive(Debug, Deserialize)]
 pub(super) struct Curve {
     pub(super) mode: String,
-    pub(super) nodes: u32,
+    pub(super) ranks: u32,
     /// Before the first epoch.
     pub(super) initial_loss: f64,
     /// After each epoch.

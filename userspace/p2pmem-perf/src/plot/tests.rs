@@ -233,24 +233,11 @@ fn the_parts_of_a_write_have_different_colors() {
 
 #[test]
 fn a_training_has_a_curve_from_its_first_loss_on() {
-    let curve =
-        |mode, nodes, losses: &[f64]| json!({"mode": mode, "nodes": nodes, "initial_loss": 2.5, "losses": losses});
-    let report = json!({"passed": true, "cost": [], "sgd": [
-        curve("synchronous", 2, &[1.5, 0.25]),
-        curve("asynchronous", 3, &[1.25]),
-    ]});
-    let texts = texts(&report);
-    for text in [
-        "Loss of trainings",
-        "synchronous, 2 nodes",
-        "asynchronous, 3 nodes",
-        "epochs",
-        "2.5",
-        "0.25",
-        "1.25",
-    ] {
+    // The form of p2pmem-training's report.
+    let report = |losses: &[f64]| json!({"schema": 1, "mode": "synchronous", "ranks": 2, "initial_loss": 2.75, "losses": losses, "rank_reports": []});
+    let texts = texts(&report(&[1.5, 0.25]));
+    for text in ["Loss of synchronous training on 2 ranks", "epochs", "2.75", "1.5", "0.25"] {
         assert!(texts.iter().any(|found| found == text), "{text}: {texts:?}");
     }
-    let nothing = json!({"sgd": [curve("synchronous", 2, &[])]});
-    assert!(draw(&nothing.to_string()).is_err());
+    assert!(draw(&report(&[]).to_string()).is_err());
 }
