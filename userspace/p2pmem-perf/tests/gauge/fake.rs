@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{bail, Result};
 use clap::Parser;
-use p2pmem_perf::cli::{Cli, Command, MemoryKind, RunArgs};
+use p2pmem_payload::kind::MemoryKind;
+use p2pmem_perf::cli::{Cli, Command, RunArgs};
 use p2pmem_perf::gauge::Measurements;
 use p2pmem_perf::matrix::{Entry, LinkRate, Matrix, MatrixArgs, MatrixObserver, Measured, Pair, STAGED};
 use p2pmem_perf::observer::Observer;
