@@ -463,7 +463,7 @@ def test_the_command_on_one_node() -> None:
         (["decode", "--address", "127.0.0.1", "--engine", "tcp"], 2, "invalid choice: 'tcp'"),
         (["decode", "--address", "127.0.0.1", "--blocks", "0"], 2, "--blocks is at least 1"),
         (["single", "--block", "0"], 1, "kv_cache: Shape"),
-        (["prefill", "--address", "127.0.0.1", "--server", "127.0.0.1", "--port", "1"], 1, "start the node that decodes first"),
+        (["prefill", "--address", "127.0.0.1", "--server", "127.0.0.1", "--port", "1", "--timeout", "1"], 1, "start the node that decodes"),
         (["decode", "--address", "127.0.0.1", "--port", "0", "--timeout", "1"], 1, "no node has connected within 1 s"),
     ],
 )

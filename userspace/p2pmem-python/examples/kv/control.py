@@ -117,12 +117,16 @@ class Channel:
 
     @classmethod
     def connect(cls, address: str, port: int, limit: float) -> Channel:
-        """Connects. Raises PeerError if the other node does not listen."""
-        try:
-            connection = socket.create_connection((address, port), timeout=limit)
-        except OSError as error:
-            raise PeerError(f"cannot connect to {address} port {port}: {error}: start the node that decodes first") from error
-        return cls(connection, limit)
+        """Connects, and tries again while the other node does not listen. Raises PeerError after `limit` seconds."""
+        end = time.monotonic() + limit
+        while True:
+            try:
+                return cls(socket.create_connection((address, port), timeout=limit), limit)
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise PeerError(f"cannot connect to {address} port {port}: {error}: start the node that decodes") from error
+                # Nothing announces that the other node listens.
+                time.sleep(0.1)
 
     def send(self, kind: str, **values: Any) -> None:
         """Sends a message. Raises PeerError if the other node has ended."""
