@@ -213,7 +213,7 @@ def test_no_write_without_a_grant(channels: tuple[Channel, Channel], model: Mode
 def test_a_write_without_a_grant_is_found(channels: tuple[Channel, Channel], model: Model) -> None:
     work = Work(requests=2, prompt=17, new=2)
     theirs = host_pool(work.all_blocks(SHAPE) + 1, guarded=True)
-    # The first request leaves one block that nobody has. The second one takes it.
+    # The first request needs all blocks but one. The second one takes it.
     last = theirs.blocks - 1
     there = theirs.window.address + theirs.offset(1, last)
     engine = Copy(lambda pieces: [*pieces, (pieces[0][0], there, SHAPE.page_bytes)])

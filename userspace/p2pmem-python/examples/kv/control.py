@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 """The connection by which the two nodes agree: messages over TCP, each with a limit of its size and of the wait for it.
 
-A message is a JSON object on a line. Its member `kind` says which other members it has, see `KINDS`. The payload never goes this way.
+A message is a JSON object on a line. Its member `kind` says which other members it has, see `KINDS`. The payload never uses this connection.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class Channel:
 
     def _check(self, arrived: Message | PeerError, *kinds: str) -> Message:
         if isinstance(arrived, PeerError):
-            # It is the last one, and says the same to whoever waits next.
+            # It is the last one, and says the same to the next wait.
             self._arrived.put(arrived)
             raise arrived
         if arrived.kind == "error":
