@@ -106,6 +106,22 @@ impl Bed {
         Ok((text(&outcomes[NODES[0]].stdout), counted))
     }
 
+    /// Runs a server on node b and its client on node a, each to its end. Returns the standard output of the client, and what the NICs of
+    /// both nodes counted.
+    ///
+    /// # Errors
+    ///
+    /// One of them fails.
+    pub fn run_pair(&mut self, server: &Command, client: &Command) -> Result<(String, Vec<NicBytes>)> {
+        let before = self.script.cluster.snapshot()?;
+        let [_, text] = self.script.run_pair((NODES[1], server), (NODES[0], client))?;
+        let counters = difference(&before, &self.script.cluster.snapshot()?);
+        let counted = NODES[..2].iter().map(|node| {
+            nic_bytes(&counters[node]["nic0"]["counters"]["payload"]).with_context(|| format!("counters of {node}"))
+        });
+        Ok((text, counted.collect::<Result<_>>()?))
+    }
+
     /// Checks that no buffer is left, withdraws the accelerators and unloads the module, and powers the nodes off. Returns what
     /// failed.
     pub fn shut_down(self) -> Vec<String> {

@@ -7,6 +7,7 @@ use p2pmem_vm::demo::{self, Verdict};
 use serde::Serialize;
 
 use crate::bed::NicBytes;
+use crate::kv::{self, Kv};
 
 /// The largest deviation of a ring's bytes from the formula.
 const BYTES_TOLERANCE: f64 = 0.05;
@@ -131,6 +132,8 @@ pub struct Report {
     pub cost: Vec<Cost>,
     /// Open MPI.
     pub baseline: Vec<Baseline>,
+    /// The cache of keys and values of an inference on two nodes.
+    pub kv: Vec<Kv>,
 }
 
 impl demo::Report for Report {
@@ -164,6 +167,7 @@ impl Report {
         if self.cost.iter().all(|cost| cost.simulated || cost.algorithm != "ring") {
             failures.push("no ring was measured".to_owned());
         }
+        failures.extend(kv::judge(&self.kv));
         self.verdict.failures.extend(failures);
     }
 }
@@ -195,6 +199,15 @@ mod tests {
         change(&mut cost);
         let mut report = Report {
             cost: vec![cost],
+            kv: vec![Kv {
+                engine: "mooncake".into(),
+                path: "direct".into(),
+                bytes: 1,
+                host_bytes_per_byte: 0.0,
+                copied_bytes_per_byte: 0.0,
+                time_to_first_token_ms: 1.0,
+                tokens_equal: true,
+            }],
             ..Report::default()
         };
         report.judge();

@@ -15,6 +15,7 @@ use p2pmem_collectives::element::{Element, Reduction};
 use p2pmem_collectives::report::RunReport;
 use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
 use p2pmem_collectives_suite::bed::Bed;
+use p2pmem_collectives_suite::kv;
 use p2pmem_collectives_suite::report::{Baseline, Cost, Report};
 use p2pmem_vm::demo::{self, Places};
 use p2pmem_vm::kernel;
@@ -137,6 +138,10 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
         );
         report.baseline.push(baseline);
     }
+
+    println!("4. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
+    report.kv = kv::measure(bed, clients)?;
+    kv::print(&report.kv);
     Ok(())
 }
 
