@@ -424,7 +424,8 @@ pub struct ApplyArgs {
 pub enum SlurmCommand {
     /// Describe the providers of this node for gres.conf and slurm.conf.
     ///
-    /// Each provider is one line of gres.conf, with its bytes and, on a machine with several NUMA nodes, with the cores near it.
+    /// The bytes of all providers are one resource. On a machine with several NUMA nodes, the providers of each node are a type of
+    /// the resource (numa0, numa1, ...), with the cores near them.
     Gres(SlurmGresArgs),
     /// Limit a job to the memory that Slurm gave it on this node. Call it in Slurm's Prolog.
     ///

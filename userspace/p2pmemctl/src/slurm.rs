@@ -44,13 +44,15 @@ fn folder(context: &Context<'_>) -> PathBuf {
     context.environment.path(jobs::FOLDER)
 }
 
-/// The resource of one provider.
+/// The memory of the providers that are near the same cores. Slurm accepts one line of gres.conf for each type of a resource.
 #[derive(Debug, Serialize)]
 struct Resource {
-    provider: u32,
-    addr: PciAddr,
+    providers: Vec<PciAddr>,
     bytes: u64,
-    /// Slurm's numbers of the cores near the provider; `None` if all cores are equally near.
+    /// Type of the resource: the NUMA node; `None` if there is one resource.
+    #[serde(rename = "type")]
+    kind: Option<String>,
+    /// Slurm's numbers of the cores near the providers; `None` if all cores are equally near.
     cores: Option<String>,
 }
 
@@ -106,31 +108,52 @@ fn host_name(context: &Context<'_>) -> anyhow::Result<String> {
 
 fn describe(context: &Context<'_>, node: &str, name: &str, all: &[Provider]) -> anyhow::Result<NodeResources> {
     let cores = Cores::read(context.environment);
-    let live = all.iter().filter(|provider| provider.state == ProviderState::Live);
-    let resources: Vec<_> = live
-        .map(|provider| Resource {
-            provider: provider.id,
-            addr: provider.addr,
-            bytes: provider.size,
-            cores: provider.numa_node.and_then(|node| cores.near(node)),
-        })
-        .collect();
-    if resources.is_empty() {
-        bail!("there are no providers to describe: run `p2pmemctl publish DEVICE` or `p2pmemctl apply` before");
+    let mut resources: Vec<Resource> = Vec::new();
+    for provider in all.iter().filter(|provider| provider.state == ProviderState::Live) {
+        let near = provider.numa_node.and_then(|node| Some((node, cores.near(node)?)));
+        let kind = near
+            .as_ref()
+            .map_or_else(|| "any".to_owned(), |(node, _)| format!("numa{node}"));
+        let kind = Some(kind);
+        match resources.iter_mut().find(|resource| resource.kind == kind) {
+            Some(resource) => {
+                resource.providers.push(provider.addr);
+                resource.bytes += provider.size;
+            }
+            None => resources.push(Resource {
+                providers: vec![provider.addr],
+                bytes: provider.size,
+                kind,
+                cores: near.map(|(_, cores)| cores),
+            }),
+        }
+    }
+    match resources.as_mut_slice() {
+        [] => bail!("there are no providers to describe: run `p2pmemctl publish DEVICE` or `p2pmemctl apply` before"),
+        [only] => only.kind = None,
+        _ => {}
     }
     let line = |resource: &Resource| {
-        let cores = resource.cores.as_ref().map(|cores| format!(" Cores={cores}"));
+        let optional = |key: &str, value: &Option<String>| match value {
+            Some(value) => format!(" {key}={value}"),
+            None => String::new(),
+        };
+        let providers: Vec<_> = resource.providers.iter().map(ToString::to_string).collect();
         format!(
-            "NodeName={node} Name={name} Count={}{} Flags=CountOnly # {}",
+            "NodeName={node} Name={name}{} Count={}{} Flags=CountOnly # {}",
+            optional("Type", &resource.kind),
             amount::count(resource.bytes),
-            cores.unwrap_or_default(),
-            resource.addr
+            optional("Cores", &resource.cores),
+            providers.join(", ")
         )
     };
-    let sum = resources.iter().map(|resource| resource.bytes).sum();
+    let counts = resources.iter().map(|resource| {
+        let kind = resource.kind.as_ref().map(|kind| format!(":{kind}"));
+        format!("{name}{}:{}", kind.unwrap_or_default(), amount::count(resource.bytes))
+    });
     let mut slurm_conf = vec![
         format!("GresTypes={name}"),
-        format!("NodeName={node} Gres={name}:{}", amount::count(sum)),
+        format!("NodeName={node} Gres={}", counts.collect::<Vec<_>>().join(",")),
     ];
     if cores.has_nodes_in_sockets() && resources.iter().any(|resource| resource.cores.is_some()) {
         // Slurm's topology of GRES is one of sockets.

@@ -92,30 +92,39 @@ fn failed((good, out, err): (bool, String, String), said: &str) {
 #[test]
 fn providers_are_resources() {
     let addr = |text: &str| text.parse::<PciAddr>().unwrap();
-    let (near, anywhere) = (addr("0000:03:00.0"), addr("0000:08:00.0"));
+    let (near, anywhere, other) = (addr("0000:03:00.0"), addr("0000:08:00.0"), addr("0000:04:00.0"));
     let node = Node::new(
         Fake::new()
             .provider(near, 256 << 20)
             .numa_node(1, 1)
-            .provider(anywhere, (64 << 20) + 4096),
+            .provider(anywhere, (64 << 20) + 4096)
+            .provider(other, 256 << 20)
+            .numa_node(3, 1),
     );
     let (good, out, _) = node.run(&["gres"]);
     let expected = "\
 # In gres.conf:
-NodeName=a Name=p2pmem Count=256M Cores=2-3 Flags=CountOnly # 0000:03:00.0
-NodeName=a Name=p2pmem Count=65540K Flags=CountOnly # 0000:08:00.0
+NodeName=a Name=p2pmem Type=numa1 Count=512M Cores=2-3 Flags=CountOnly # 0000:03:00.0, 0000:04:00.0
+NodeName=a Name=p2pmem Type=any Count=65540K Flags=CountOnly # 0000:08:00.0
 
 # In slurm.conf, added to what it has:
 GresTypes=p2pmem
-NodeName=a Gres=p2pmem:327684K
+NodeName=a Gres=p2pmem:numa1:512M,p2pmem:any:65540K
 ";
     assert!(good);
     assert_eq!(out, expected);
     let (_, out, _) = node.run(&["gres", "--json", "--name", "bar", "--node", "n7"]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
-    assert_eq!(json["resources"][0]["bytes"], 256 << 20);
+    assert_eq!(json["resources"][0]["bytes"], 512 << 20);
     assert_eq!(json["resources"][0]["cores"], "2-3");
-    assert_eq!(json["slurm_conf"][1], "NodeName=n7 Gres=bar:327684K");
+    assert_eq!(json["slurm_conf"][1], "NodeName=n7 Gres=bar:numa1:512M,bar:any:65540K");
+    // Slurm takes two lines of one name without a type for duplicates.
+    let (_, out, _) = Node::new(Fake::example()).run(&["gres"]);
+    let line = "NodeName=a Name=p2pmem Count=352M Flags=CountOnly # 0000:03:00.0, 0000:08:00.0, 0000:05:00.0\n";
+    assert!(
+        out.contains(line) && out.contains("NodeName=a Gres=p2pmem:352M\n"),
+        "{out}"
+    );
 
     // Lines of other nodes and resources stay.
     let file = node.root.path().join("gres.conf");
