@@ -41,7 +41,7 @@ pub(super) fn bytes(list: &str, name: &str) -> anyhow::Result<u64> {
         let own = own.unwrap_or(entry);
         let Some(amount) = own.strip_prefix(name) else { continue };
         if !amount.is_empty() && !amount.starts_with([':', '(', '=']) {
-            // Another resource, whose name begins in the same way.
+            // Another resource, whose name has this one as its beginning.
             continue;
         }
         match amount_of(amount).and_then(|bytes| sum.checked_add(bytes)) {

@@ -4,7 +4,7 @@
 //! jobs as the quota.
 //!
 //! A user's rule has these states: no rule, while the user has no jobs; a quota of the sum, while jobs run; a quota of 0, while
-//! the last job has ended and some of its memory is not free yet. Each step leaves a state that the next prolog or epilog of
+//! the last job has ended and some of its memory is not free yet. After each step, the state is one that the next prolog or epilog of
 //! the user corrects, so a step that was interrupted or failed can be repeated.
 
 use std::path::PathBuf;
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn failures_leave_the_jobs_as_before() {
+    fn failures_do_not_change_the_jobs() {
         let node = Node::new();
         node.start(1, ALICE, 64);
         // As without the module.
