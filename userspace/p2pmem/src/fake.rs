@@ -38,12 +38,14 @@ use crate::device::Device;
 use crate::sys::memory_file;
 use crate::types::PathClass;
 
+mod configfs;
 mod files;
 mod kernel;
 mod machine;
 mod nic;
 mod state;
 
+pub use configfs::configfs_rules;
 pub use files::{write_pci_function, write_rule};
 use kernel::FakeDevice;
 use machine::{event, lock, name, sum, Decision, Machine, OpenFile, Provider, SPACING};
@@ -141,6 +143,14 @@ impl Fake {
     pub fn class(self, id: u32, class: u32) -> Self {
         if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
             provider.raw.class = class;
+        }
+        self
+    }
+
+    /// Sets the NUMA node of provider `id`. Default: unknown.
+    pub fn numa_node(self, id: u32, node: i32) -> Self {
+        if let Some(provider) = lock(&self.machine.state).providers.get_mut(&id) {
+            provider.raw.numa_node = node;
         }
         self
     }

@@ -293,9 +293,14 @@ impl Rules {
 
     /// The rules in a configfs that is mounted at `config`.
     pub fn with_root(config: impl Into<PathBuf>) -> Self {
+        Self::with_tree(config, RealTree)
+    }
+
+    /// The rules in a configfs that is mounted at `config`, changed by `tree`.
+    pub(crate) fn with_tree(config: impl Into<PathBuf>, tree: impl Tree + 'static) -> Self {
         Self {
             folder: config.into().join("p2pmem/rules"),
-            tree: Box::new(RealTree),
+            tree: Box::new(tree),
         }
     }
 
@@ -416,6 +421,24 @@ impl Rules {
             return Err(Error::Missing(format!("there is no rule {name}")));
         }
         self.tree.remove_dir(&dir).map_err(Self::failed("remove", &dir))
+    }
+
+    /// Changes the quota of a rule, in one step. A rule in force stays in force. Returns the state of the rule.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Missing`] if there is no such rule; [`Error::Admin`] with the module's message and EINVAL if the module
+    /// refuses the change, or EACCES. After an error, the rule is unchanged.
+    pub fn set_quota(&self, name: &str, quota: Option<u64>) -> Result<RuleState> {
+        let dir = self.dir(name);
+        if !dir.exists() {
+            return Err(Error::Missing(format!("there is no rule {name}")));
+        }
+        self.write(
+            &dir.join("quota"),
+            &quota.map_or_else(|| "none".to_owned(), |bytes| bytes.to_string()),
+        )?;
+        self.get(name)
     }
 
     /// Replaces a rule by another rule of the same name. One of the two is in force at any time: a temporary rule,

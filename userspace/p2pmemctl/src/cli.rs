@@ -65,7 +65,17 @@ pub enum Command {
         command: RulesCommand,
     },
     /// Apply files with rules and devices to publish, as the system does when it starts.
+    ///
+    /// Rules that are not in the files are removed, except those of running jobs of Slurm.
     Apply(ApplyArgs),
+    /// Let Slurm hand out the memory of providers, and hold jobs to what they got.
+    ///
+    /// The memory is a generic resource (GRES), whose unit is a byte: `sbatch --gres=p2pmem:64M`.
+    Slurm {
+        /// The command for Slurm.
+        #[command(subcommand)]
+        command: SlurmCommand,
+    },
     /// Allocate a buffer and show its provider.
     Alloc(AllocArgs),
     /// Run a command with its p2pmem memory near devices.
@@ -311,11 +321,11 @@ pub enum RulesCommand {
         #[arg(value_hint = ValueHint::FilePath)]
         files: Vec<PathBuf>,
 
-        /// Remove all rules that are not in the files.
+        /// Remove all rules that are not in the files, except those of running jobs of Slurm.
         #[arg(long)]
         only: bool,
     },
-    /// Write the rules to a file in the format of `load`.
+    /// Write the rules, except those of running jobs of Slurm, to a file in the format of `load`.
     Save {
         /// The file [default: standard output]
         #[arg(value_hint = ValueHint::FilePath)]
@@ -407,6 +417,91 @@ pub struct ApplyArgs {
     /// The files [default: /etc/p2pmem/*.toml]
     #[arg(value_hint = ValueHint::FilePath)]
     pub files: Vec<PathBuf>,
+}
+
+/// The commands for Slurm.
+#[derive(Debug, Subcommand)]
+pub enum SlurmCommand {
+    /// Describe the providers of this node for gres.conf and slurm.conf.
+    ///
+    /// The bytes of all providers are one resource. On a machine with several NUMA nodes, the providers of each node are a type of
+    /// the resource (numa0, numa1, ...), with the cores near them.
+    Gres(SlurmGresArgs),
+    /// Limit a job to the memory that Slurm gave it on this node. Call it in Slurm's Prolog.
+    ///
+    /// The job's user gets a rule, 50-slurm-UID, whose quota is the sum of the user's jobs on this node. A job without the resource
+    /// gets no rule. Running the command again for a job changes nothing. Slurm drains the node if the Prolog fails.
+    Prolog(SlurmPrologArgs),
+    /// Take the limit of a job away. Call it in Slurm's Epilog.
+    ///
+    /// The quota of the user is lowered at once. After the user's last job on this node, the command waits until the user holds no
+    /// memory, and removes the rule. If the user still holds memory after that, the command fails, and Slurm drains the node,
+    /// because other jobs would find less memory than Slurm counts. A job without a limit is no error.
+    Epilog(SlurmEpilogArgs),
+}
+
+/// Options of `slurm gres`.
+#[derive(Debug, Args)]
+pub struct SlurmGresArgs {
+    /// Name of the resource.
+    #[arg(long, default_value = "p2pmem")]
+    pub name: String,
+
+    /// NodeName of this machine in slurm.conf [default: the name of the machine, up to the first dot]
+    #[arg(long)]
+    pub node: Option<String>,
+
+    /// Write the lines to this gres.conf, instead of those that it has for this node and this resource. Other lines stay.
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub write: Option<PathBuf>,
+}
+
+/// The job of a prolog or an epilog.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct SlurmJobArgs {
+    /// The job.
+    #[arg(long, value_name = "ID", env = "SLURM_JOB_ID", hide_env_values = true)]
+    pub job: u32,
+
+    /// The job's user: a number.
+    #[arg(long, env = "SLURM_JOB_UID", hide_env_values = true)]
+    pub uid: u32,
+}
+
+/// Options of `slurm prolog`.
+#[derive(Debug, Args)]
+pub struct SlurmPrologArgs {
+    /// The job.
+    #[command(flatten)]
+    pub job: SlurmJobArgs,
+
+    /// NodeName of this machine in slurm.conf [default: the name of the machine, up to the first dot]
+    #[arg(long, env = "SLURMD_NODENAME", hide_env_values = true)]
+    pub node: Option<String>,
+
+    /// The job's resources on this node, such as gpu:2,p2pmem:64M [default: what the controller answers]
+    #[arg(long, value_name = "LIST")]
+    pub gres: Option<String>,
+
+    /// Name of the resource.
+    #[arg(long, default_value = "p2pmem")]
+    pub name: String,
+
+    /// Program that asks the controller.
+    #[arg(long, value_name = "PROGRAM", default_value = "scontrol", value_hint = ValueHint::ExecutablePath)]
+    pub scontrol: String,
+}
+
+/// Options of `slurm epilog`.
+#[derive(Debug, Args)]
+pub struct SlurmEpilogArgs {
+    /// The job.
+    #[command(flatten)]
+    pub job: SlurmJobArgs,
+
+    /// How long to wait for the memory of a user without other jobs.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "30")]
+    pub wait: Duration,
 }
 
 /// A request for a buffer.

@@ -16,6 +16,7 @@ mod rules;
 mod run;
 mod scan;
 mod selftest;
+mod slurm;
 mod table;
 #[cfg(feature = "top")]
 mod top;
@@ -170,6 +171,7 @@ fn run(context: &mut Context<'_>, command: &Command) -> anyhow::Result<Outcome> 
         Command::Unpublish(args) => publish::unpublish(context, args),
         Command::Rules { command } => rules::run(context, command),
         Command::Apply(args) => rules::apply(context, args),
+        Command::Slurm { command } => slurm::run(context, command),
         Command::Alloc(args) => alloc::alloc(context, args),
         Command::Run(args) => run::run(context, args),
         Command::Explain(args) => alloc::explain(context, args),

@@ -15,7 +15,7 @@ use crate::cli::{ApplyArgs, RuleArgs, RulesCommand, RulesTestArgs};
 use crate::file::{self, File};
 use crate::table::{cell, message, number, on_request, optional, text, Cell, Column, Row, Sizes, Table, TableArgs};
 use crate::table::{BAD, FAINT, GOOD, WARNING};
-use crate::{Context, Outcome};
+use crate::{slurm, Context, Outcome};
 
 /// Folder of the files that `apply` and `rules load` read by default.
 const FOLDER: &str = "etc/p2pmem";
@@ -266,6 +266,13 @@ fn all_rules(context: &Context<'_>, files: &[(PathBuf, File)]) -> anyhow::Result
             let rule = entry
                 .resolve(context)
                 .with_context(|| format!("{}: rule {}", path.display(), entry.name))?;
+            if slurm::is_rule(&rule.name) {
+                bail!(
+                    "{}: rule {} has a name that `p2pmemctl slurm prolog` gives to its rules: choose another one",
+                    path.display(),
+                    rule.name
+                );
+            }
             if let Some((_, other)) = all.iter().find(|(other, _)| other.name == rule.name) {
                 bail!(
                     "{}: rule {} is already in {}",
@@ -282,11 +289,10 @@ fn all_rules(context: &Context<'_>, files: &[(PathBuf, File)]) -> anyhow::Result
 
 fn load(context: &mut Context<'_>, files: &[(PathBuf, File)], only: bool) -> anyhow::Result<Outcome> {
     let wanted = all_rules(context, files)?;
-    let rules = rules(context);
     let loaded = if only {
-        rules.load_only(&wanted)?
+        load_only(context, &wanted)?
     } else {
-        rules.load(&wanted)?
+        rules(context).load(&wanted)?
     };
     if context.json {
         context.print_json(&loaded)?;
@@ -294,6 +300,17 @@ fn load(context: &mut Context<'_>, files: &[(PathBuf, File)], only: bool) -> any
         print_loaded(context, &loaded)?;
     }
     Ok(Outcome::Done)
+}
+
+/// Loads rules, and removes all others except those of running jobs of Slurm.
+fn load_only(context: &Context<'_>, wanted: &[Rule]) -> anyhow::Result<Loaded> {
+    let rules = rules(context);
+    slurm::with_lock(context, || {
+        let jobs = rules.list()?.into_iter().map(|state| state.rule);
+        let jobs = jobs.filter(|rule| slurm::is_rule(&rule.name));
+        let all: Vec<Rule> = wanted.iter().cloned().chain(jobs).collect();
+        Ok(rules.load_only(&all)?)
+    })
 }
 
 fn print_loaded(context: &mut Context<'_>, loaded: &Loaded) -> anyhow::Result<()> {
@@ -313,7 +330,9 @@ fn print_loaded(context: &mut Context<'_>, loaded: &Loaded) -> anyhow::Result<()
 }
 
 fn save(context: &mut Context<'_>, path: Option<&Path>) -> anyhow::Result<Outcome> {
-    let states = rules(context).list()?;
+    let mut states = rules(context).list()?;
+    // They end with their jobs.
+    states.retain(|state| !slurm::is_rule(&state.rule.name));
     let text = file::render(states.iter().map(|state| &state.rule))?;
     match path {
         None if context.json => {
@@ -387,7 +406,7 @@ pub(crate) fn apply(context: &mut Context<'_>, args: &ApplyArgs) -> anyhow::Resu
     let wanted = all_rules(context, &files)?;
     // Load the rules first, so that they are in force when a provider appears.
     let mut applied = Applied {
-        rules: rules(context).load_only(&wanted)?,
+        rules: load_only(context, &wanted)?,
         published: Vec::new(),
         unchanged: Vec::new(),
         failed: Vec::new(),

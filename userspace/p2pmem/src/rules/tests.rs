@@ -2,49 +2,9 @@
 
 use super::*;
 
-/// A directory that behaves like configfs: a new rule has its attributes, and a rule without effect is refused.
-struct FakeTree;
-
-impl Tree for FakeTree {
-    fn write(&self, path: &Path, text: &str) -> io::Result<()> {
-        let rule = path.parent().unwrap();
-        if path.ends_with("enable") && text == "1" {
-            let set = ["action", "max_class", "quota", "group_quota", "reserve"];
-            let empty = set.iter().all(|a| fs::read_to_string(rule.join(a)).unwrap() == "none");
-            if empty {
-                fs::write(rule.join("status"), "refused: the rule says nothing\n")?;
-                return Err(io::Error::from_raw_os_error(libc::EINVAL));
-            }
-            fs::write(rule.join("status"), "in force\n")?;
-        }
-        fs::write(path, text)
-    }
-
-    fn make_dir(&self, path: &Path) -> io::Result<()> {
-        fs::create_dir(path)?;
-        for (name, value) in Rule::new("").attributes() {
-            fs::write(path.join(name), value)?;
-        }
-        fs::write(path.join("enable"), "0\n")?;
-        fs::write(path.join("status"), "not in force\n")?;
-        fs::write(
-            path.join("usage"),
-            "uid 7 4096\ngroup 8192\nprovider 3 12288\nwhat is this\n",
-        )
-    }
-
-    fn remove_dir(&self, path: &Path) -> io::Result<()> {
-        fs::remove_dir_all(path)
-    }
-}
-
 fn rules() -> (tempfile::TempDir, Rules) {
     let root = tempfile::tempdir().unwrap();
-    fs::create_dir_all(root.path().join("p2pmem/rules")).unwrap();
-    let rules = Rules {
-        tree: Box::new(FakeTree),
-        ..Rules::with_root(root.path())
-    };
+    let rules = crate::fake::configfs_rules(root.path()).unwrap();
     (root, rules)
 }
 
@@ -61,7 +21,7 @@ fn names(rules: &Rules) -> Vec<String> {
 
 #[test]
 fn added_rules_are_listed() {
-    let (_root, rules) = rules();
+    let (root, rules) = rules();
     let full = Rule {
         provider: Some("0000:03:00.0".into()),
         client: Some("15b3:101b".into()),
@@ -80,6 +40,8 @@ fn added_rules_are_listed() {
         ..Rule::new("10-a")
     };
     rules.add(&off).unwrap();
+    let usage = "uid 7 4096\ngroup 8192\nprovider 3 12288\nwhat is this\n";
+    fs::write(root.path().join("p2pmem/rules/20-b/usage"), usage).unwrap();
     let all = rules.list().unwrap();
     assert_eq!((&all[0].rule, &all[1].rule), (&off, &full));
     assert_eq!(all[1].usage.len(), 3);
@@ -145,6 +107,21 @@ fn load_is_all_or_nothing() {
     assert_eq!(names(&rules), ["20-b", "30-c"]);
     assert_eq!(rules.get("20-b").unwrap().rule, other);
     assert!(rules.load(&[deny("10-a"), deny("10-a")]).is_err());
+}
+
+#[test]
+fn quota_changes_in_place() {
+    let (_root, rules) = rules();
+    let limit = |quota| Rule {
+        quota,
+        ..Rule::new("10-a")
+    };
+    rules.add(&limit(Some(4096))).unwrap();
+    assert_eq!(rules.set_quota("10-a", Some(0)).unwrap().rule, limit(Some(0)));
+    // Without its only setting, the rule in force would be invalid.
+    assert!(matches!(rules.set_quota("10-a", None), Err(Error::Admin { .. })));
+    assert_eq!(rules.get("10-a").unwrap().rule, limit(Some(0)));
+    assert!(matches!(rules.set_quota("20-b", Some(1)), Err(Error::Missing(_))));
 }
 
 #[test]
