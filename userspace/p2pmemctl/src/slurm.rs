@@ -80,7 +80,7 @@ fn gres(context: &mut Context<'_>, args: &SlurmGresArgs) -> anyhow::Result<Outco
         context.print_json(&described)?;
         return Ok(Outcome::Done);
     }
-    let lines = |lines: &[String]| lines.iter().map(|line| format!("{line}\n")).collect::<String>();
+    let lines = |lines: &[String]| lines.join("\n") + "\n";
     match &args.write {
         None => write!(context.out, "# In gres.conf:\n{}\n", lines(&described.gres_conf))?,
         Some(path) => context.hint(&format!(

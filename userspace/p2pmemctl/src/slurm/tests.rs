@@ -134,13 +134,8 @@ NodeName=a Gres=p2pmem:numa1:512M,p2pmem:any:65540K
         let (good, out, err) = node.run(&["gres", "--write", file.to_str().unwrap()]);
         assert!(good && out.starts_with("# In slurm.conf"), "{out}{err}");
         let text = fs::read_to_string(&file).unwrap();
-        let own: String = expected
-            .lines()
-            .skip(1)
-            .take(2)
-            .map(|line| format!("{line}\n"))
-            .collect();
-        assert_eq!(text, format!("{others}{own}"));
+        let own: Vec<_> = expected.lines().skip(1).take(2).collect();
+        assert_eq!(text, format!("{others}{}\n", own.join("\n")));
     }
     failed(node.run(&["gres", "--name", "p2p mem"]), "is not the name of a GRES");
     failed(
