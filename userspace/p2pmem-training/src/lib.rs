@@ -8,7 +8,7 @@
 //! | [`digits`], [`network`] | the data, and the network: the same bits on every machine |
 //! | [`settings`], [`outcome`] | what is trained and how, and the result |
 //! | [`state`], [`checkpoint`] | parameters with a header: in memory, and on a drive |
-//! | [`reference`] | what several ranks compute, computed by one processor |
+//! | [`mod@reference`] | what several ranks compute, computed by one processor |
 //! | [`synchronous`], [`asynchronous`] | training with an allreduce in each iteration, or with a parameter server |
 //! | [`cli`], [`run`], [`report`] | the program |
 

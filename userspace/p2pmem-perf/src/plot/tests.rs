@@ -236,7 +236,13 @@ fn a_training_has_a_curve_from_its_first_loss_on() {
     // The form of p2pmem-training's report.
     let report = |losses: &[f64]| json!({"schema": 1, "mode": "synchronous", "ranks": 2, "initial_loss": 2.75, "losses": losses, "rank_reports": []});
     let texts = texts(&report(&[1.5, 0.25]));
-    for text in ["Loss of synchronous training on 2 ranks", "epochs", "2.75", "1.5", "0.25"] {
+    for text in [
+        "Loss of synchronous training on 2 ranks",
+        "epochs",
+        "2.75",
+        "1.5",
+        "0.25",
+    ] {
         assert!(texts.iter().any(|found| found == text), "{text}: {texts:?}");
     }
     assert!(draw(&report(&[]).to_string()).is_err());
