@@ -71,16 +71,24 @@ impl RingArea {
     }
 }
 
+/// Describes why the memory of a ring cannot be accessed.
+fn memory_error(error: &p2pmem::Error) -> Error {
+    match error.errno() {
+        Some(libc::ENODEV) => Error::Memory("it was revoked".into()),
+        _ => Error::Memory(error.to_string()),
+    }
+}
+
 impl RingMemory for RingArea {
     fn write(&self, offset: u64, data: &[u8]) -> Result<(), Error> {
         let written = self.span.try_write(self.at(offset, data.len())?, data);
-        written.map_err(|error| Error::Memory(error.to_string()))
+        written.map_err(|error| memory_error(&error))
     }
 
     fn load64(&self, offset: u64) -> Result<u64, Error> {
         let mut word = [0; 8];
         let read = self.span.try_read(self.at(offset, word.len())?, &mut word);
-        read.map_err(|error| Error::Memory(error.to_string()))?;
+        read.map_err(|error| memory_error(&error))?;
         Ok(u64::from_le_bytes(word))
     }
 }
