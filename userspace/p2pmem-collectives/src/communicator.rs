@@ -96,6 +96,17 @@ pub trait Members {
     fn wait_for_failure(&self, limit: Duration) -> Result<(), Failure>;
     /// Informs all ranks that this one stops, and why.
     fn abort(&self, reason: &str);
+    /// Informs all ranks that this one stops, and why, unless a rank has failed before: a connection also fails if the other rank has
+    /// ended, which the group knows soon.
+    ///
+    /// # Errors
+    ///
+    /// The failure of another rank.
+    fn stop(&self, reason: &str) -> Result<(), Failure> {
+        self.wait_for_failure(NAMING)?;
+        self.abort(reason);
+        Ok(())
+    }
     /// Sets the number of calls that this rank has entered.
     fn set_progress(&self, calls: u64);
     /// Returns the numbers of calls that all ranks have entered; `None` for a rank that does not answer.
@@ -409,10 +420,10 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             return error;
         }
         if matches!(error, Error::Device(_)) {
-            // A connection also fails if the other rank has ended, which the group knows soon.
-            if let Err(failure) = self.members.wait_for_failure(NAMING) {
-                return Error::Failed(failure);
-            }
+            return match self.members.stop(&error.to_string()) {
+                Err(failure) => Error::Failed(failure),
+                Ok(()) => error,
+            };
         }
         self.members.abort(&error.to_string());
         error

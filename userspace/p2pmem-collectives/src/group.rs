@@ -27,7 +27,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use anyhow::{ensure, Result};
+use anyhow::{ensure, Context, Result};
+use serde::de::DeserializeOwned;
+use serde::Serialize;
 
 pub use directory::Directory;
 pub(crate) use failure::list;
@@ -105,6 +107,25 @@ impl Group {
             own.len()
         );
         Ok(self.exchange_checked(own, limit)?)
+    }
+
+    /// As [`exchange`](Self::exchange), with values that become JSON.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`exchange`](Self::exchange); or the value of a rank has another form.
+    pub fn exchange_values<T: Serialize + DeserializeOwned>(&self, own: &T, limit: Duration) -> Result<Vec<T>> {
+        let values = self.exchange(&serde_json::to_vec(own)?, limit)?;
+        let parse = |(rank, value): (usize, &Vec<u8>)| {
+            let value = serde_json::from_slice(value);
+            value.with_context(|| {
+                format!(
+                    "the value of {} is not valid: run the same version on all nodes",
+                    self.name(rank)
+                )
+            })
+        };
+        values.iter().enumerate().map(parse).collect()
     }
 
     /// Waits until all ranks have called this function.

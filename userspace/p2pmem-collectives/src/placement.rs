@@ -222,6 +222,19 @@ mod tests {
         }
     }
 
+    fn wanted(kind: MemoryKind) -> Wanted<'static> {
+        Wanted {
+            nic: None,
+            memory: MemoryOptions {
+                kind,
+                provider: None,
+                device: Path::new("/nonexistent"),
+            },
+            bytes: 4096,
+            ring: &[],
+        }
+    }
+
     #[test]
     fn a_site_has_nics_and_memories_with_their_bridges() {
         let sys = sysfs();
@@ -234,18 +247,8 @@ mod tests {
             .path(at(8), at(3), far, 8)
             .path(at(8), at(7), near, 4);
         let device = fake.device();
-        let memory = MemoryOptions {
-            kind: MemoryKind::Accelerator,
-            provider: None,
-            device: Path::new("/nonexistent"),
-        };
-        let wanted = Wanted {
-            nic: None,
-            memory,
-            bytes: 4096,
-            ring: &[],
-        };
-        let all = providers(memory, &device).unwrap();
+        let wanted = wanted(MemoryKind::Accelerator);
+        let all = providers(wanted.memory, &device).unwrap();
         let site = site(sys.path(), Some(&device), &all, &NICS, &wanted).unwrap();
         let above: Vec<String> = site.nics[0].above.iter().map(Bridge::to_string).collect();
         assert_eq!(
@@ -277,18 +280,7 @@ mod tests {
     #[test]
     fn a_nic_in_software_can_use_host_memory() {
         let sys = sysfs();
-        let memory = MemoryOptions {
-            kind: MemoryKind::Cpu,
-            provider: None,
-            device: Path::new("/nonexistent"),
-        };
-        let wanted = Wanted {
-            nic: None,
-            memory,
-            bytes: 4096,
-            ring: &[],
-        };
-        let site = site(sys.path(), None, &[], &["rxe0"], &wanted).unwrap();
+        let site = site(sys.path(), None, &[], &["rxe0"], &wanted(MemoryKind::Cpu)).unwrap();
         assert_eq!((site.nics[0].name.as_str(), site.nics[0].above.len()), ("rxe0", 0));
         assert!(!site.machine.is_empty() && !site.node.is_empty());
         assert!(seats(&[site]).unwrap()[0].memory.is_none());

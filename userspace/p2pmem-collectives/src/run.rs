@@ -33,6 +33,70 @@ pub type OpenEngine<'a> = &'a dyn Fn(Option<&Provider>, &Nic) -> Result<OpenedEn
 /// Makes an opened engine one of the memory of a rank. Returns the engine, and the place of the memory's first byte for it.
 pub type OpenedEngine = Box<dyn FnOnce(&Memory) -> Result<(Box<dyn Engine>, u64)>>;
 
+/// Writes to another rank beside those of payload: the messages of flow control.
+pub const CONTROL: u32 = 8;
+
+/// How a rank connects to another one.
+#[derive(Debug, Clone, Copy)]
+pub struct Queue {
+    /// Index of the GID.
+    pub gid_index: u8,
+    /// Most writes in flight.
+    pub depth: u32,
+    /// Longest wait for the other ranks.
+    pub limit: Duration,
+}
+
+/// A rank with its memory, engine, and connections.
+pub struct Connected {
+    /// Which NIC and provider the rank has.
+    pub placement: Placement,
+    // Fields are dropped in this order: the engine ends before the memory is freed.
+    /// The engine.
+    pub engine: Box<dyn Engine>,
+    /// The memory, and the connections to all ranks.
+    pub verbs: Verbs,
+    /// The place of the memory's first byte for the engine.
+    pub base: u64,
+}
+
+impl Connected {
+    /// Opens the engine, allocates the memory that `placement` was made for, and connects to all ranks.
+    ///
+    /// # Errors
+    ///
+    /// The engine or the memory is not available, or a rank does not connect within the limit.
+    pub fn new(
+        group: &Group,
+        placement: Placement,
+        wanted: &Wanted<'_>,
+        queue: Queue,
+        open_engine: OpenEngine<'_>,
+    ) -> Result<Self> {
+        let nic = &placement.nic;
+        let opened = open_engine(placement.provider.as_ref(), nic)?;
+        let provider = placement.provider.as_ref().map(|provider| provider.addr.to_string());
+        let memory = MemoryOptions {
+            provider: provider.as_deref(),
+            ..wanted.memory
+        };
+        let Queue {
+            gid_index,
+            depth,
+            limit,
+        } = queue;
+        let verbs = Verbs::connect(group, nic, gid_index, memory, wanted.bytes, depth, limit)
+            .with_context(|| format!("connecting with {} of memory", human_size(wanted.bytes)))?;
+        let (engine, base) = opened(verbs.memory())?;
+        Ok(Self {
+            placement,
+            engine,
+            verbs,
+            base,
+        })
+    }
+}
+
 /// Opens the processor as the engine, which can access any mapped memory.
 ///
 /// # Errors
@@ -96,19 +160,19 @@ fn call(args: &RunArgs) -> Call {
 /// Those of [`run`]. The other ranks get an error that names this rank.
 pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Result<(RunReport, Group)> {
     let prepared = prepare(args, open_engine, &group);
-    let Prepared {
-        placement,
-        verbs,
-        engine,
-        base,
-        plan,
-    } = match prepared {
+    let (plan, connected) = match prepared {
         Ok(prepared) => prepared,
         Err(error) => {
             group.abort(&format!("{error:#}"));
             return Err(error);
         }
     };
+    let Connected {
+        placement,
+        engine,
+        verbs,
+        base,
+    } = connected;
     let mut communicator = Communicator::new(
         group,
         verbs,
@@ -142,59 +206,33 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         times_us,
         wrong_bytes: wrong,
     };
-    let values = group.exchange(&serde_json::to_vec(&own)?, args.timeout)?;
-    let ranks: Vec<RankReport> = values
-        .iter()
-        .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"))
-        .collect::<Result<_>>()?;
+    let ranks = group.exchange_values(&own, args.timeout)?;
     Ok((report(args, ranks, &plan, &placement)?, communicator.into_members()))
 }
 
-/// What a rank has before its first call.
-struct Prepared {
-    placement: Placement,
-    verbs: Verbs,
-    engine: Box<dyn Engine>,
-    base: u64,
-    plan: Plan,
-}
-
-fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<Prepared> {
+fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<(Plan, Connected)> {
     let sizes = sizes(args);
     sizes.check()?;
-    let bytes = sizes.memory(group.ranks());
-    let memory = MemoryOptions {
-        kind: args.memory,
-        provider: args.device.as_deref(),
-        device: &args.dev_path,
-    };
     let wanted = Wanted {
         nic: args.nic.as_deref(),
-        memory,
-        bytes,
+        memory: MemoryOptions {
+            kind: args.memory,
+            provider: args.device.as_deref(),
+            device: &args.dev_path,
+        },
+        bytes: sizes.memory(group.ranks()),
         ring: &args.ring,
     };
     let placement = Placement::agree(group, &wanted, args.timeout)?;
     let plan = Plan::new(call(args), placement.ring.clone(), sizes.chunk).map_err(anyhow::Error::msg)?;
-    let nic = &placement.nic;
-    let opened = open_engine(placement.provider.as_ref(), nic)?;
-    let provider = placement.provider.as_ref().map(|provider| provider.addr.to_string());
-    let memory = MemoryOptions {
-        provider: provider.as_deref(),
-        ..memory
+    let queue = Queue {
+        gid_index: args.gid_index,
+        // A piece, and the messages of flow control.
+        depth: args.window + CONTROL,
+        limit: args.timeout,
     };
-    // A piece, and the messages of flow control.
-    let depth = args.window + 8;
-    let verbs = Verbs::connect(group, nic, args.gid_index, memory, bytes, depth, args.timeout)
-        .with_context(|| format!("connecting with {} of memory", human_size(bytes)))?;
-    let (engine, base) = opened(verbs.memory())?;
-    Ok(Prepared {
-        placement,
-        verbs,
-        engine,
-        base,
-        plan,
-    })
+    let connected = Connected::new(group, placement, &wanted, queue, open_engine)?;
+    Ok((plan, connected))
 }
 
 fn repeat<E: Engine>(

@@ -38,8 +38,6 @@ use crate::state::PAGE;
 pub const SERVER: usize = 0;
 /// Longest sleep while nothing happens. Limits the time until the failure of another rank is noticed.
 const MAX_SLEEP: Duration = Duration::from_millis(50);
-/// Time that the group has to say which rank failed, when a connection of the NIC has failed.
-const NAMING: Duration = Duration::from_secs(3);
 
 /// Where a rank has what. All ranks have the same places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,14 +152,9 @@ impl<'a, M: Members> Patience<'a, M> {
 
 /// Informs all ranks why this one stops. Returns the failure of another rank instead, if there is one.
 fn stop<M: Members>(members: &M, error: anyhow::Error) -> anyhow::Error {
-    // A connection also fails if the other rank has ended, which the group knows soon.
-    let failure = members.check().and_then(|()| members.wait_for_failure(NAMING));
-    match failure {
+    match members.stop(&format!("{error:#}")) {
         Err(failure) => failure.into(),
-        Ok(()) => {
-            members.abort(&format!("{error:#}"));
-            error
-        }
+        Ok(()) => error,
     }
 }
 

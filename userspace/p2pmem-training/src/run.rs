@@ -3,21 +3,18 @@
 //! The commands.
 
 use std::io::Write;
-use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::{ensure, Context, Result};
-use p2pmem::human_size;
 use p2pmem_collectives::communicator::{Communicator, Sizes};
 use p2pmem_collectives::engine::Engine;
 use p2pmem_collectives::group::{Group, GroupOptions};
 use p2pmem_collectives::placement::{Placement, Wanted};
 use p2pmem_collectives::pmix::PmixDirectory;
-use p2pmem_collectives::run::OpenEngine;
+use p2pmem_collectives::run::{Connected, OpenEngine, Queue, CONTROL};
 use p2pmem_collectives::schedule::Ring;
 use p2pmem_collectives::transport::verbs::Verbs;
 use p2pmem_payload::memory::MemoryOptions;
-use p2pmem_verbs::Nic;
 
 use crate::asynchronous::{self, Places, SERVER};
 use crate::checkpoint::{show, Checkpoints};
@@ -28,19 +25,6 @@ use crate::reference;
 use crate::report::{print, Mode, RankReport, TrainingReport, SCHEMA};
 use crate::state::Layout;
 use crate::synchronous::{Saving, Training};
-
-/// Writes beside those of payload: the messages of flow control.
-const CONTROL: u32 = 8;
-
-/// A rank that has joined its group.
-struct Joined {
-    group: Group,
-    nic: Arc<Nic>,
-    verbs: Verbs,
-    engine: Box<dyn Engine>,
-    /// The place of the memory's first byte for the engine.
-    base: u64,
-}
 
 fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Result<()> {
     if json {
@@ -53,67 +37,44 @@ fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Res
     Ok(())
 }
 
-/// Joins the group of the job, opens the engine, and connects to all ranks with memory of `bytes` bytes, which depends on the number of
-/// ranks. The topology decides which NIC and provider the rank has.
+/// Joins the group of the job, and connects to all ranks with memory of `bytes` bytes, which depends on the number of ranks.
 fn join(
     args: &RankArgs,
     open_engine: OpenEngine<'_>,
     bytes: impl Fn(usize) -> Result<u64>,
     depth: u32,
-) -> Result<Joined> {
+) -> Result<(Group, Connected)> {
     let options = GroupOptions {
         limit: args.timeout,
         ..GroupOptions::default()
     };
     let group = Group::join(Box::new(PmixDirectory::new()?), &options)?;
-    let connect = || -> Result<_> {
-        let bytes = bytes(group.ranks())?;
-        let memory = MemoryOptions {
-            kind: args.memory,
-            provider: args.device.as_deref(),
-            device: &args.dev_path,
-        };
+    let connect = || -> Result<Connected> {
         let wanted = Wanted {
             nic: args.nic.as_deref(),
-            memory,
-            bytes,
+            memory: MemoryOptions {
+                kind: args.memory,
+                provider: args.device.as_deref(),
+                device: &args.dev_path,
+            },
+            bytes: bytes(group.ranks())?,
             ring: &[],
         };
-        let Placement { nic, provider, .. } = Placement::agree(&group, &wanted, args.timeout)?;
-        // What a killed program left running in the device ends before memory is allocated.
-        let opened = open_engine(provider.as_ref(), &nic)?;
-        let provider = provider.map(|provider| provider.addr.to_string());
-        let memory = MemoryOptions {
-            provider: provider.as_deref(),
-            ..memory
+        let placement = Placement::agree(&group, &wanted, args.timeout)?;
+        let queue = Queue {
+            gid_index: args.gid_index,
+            depth,
+            limit: args.timeout,
         };
-        let verbs = Verbs::connect(&group, &nic, args.gid_index, memory, bytes, depth, args.timeout)
-            .with_context(|| format!("connecting with {} of memory", human_size(bytes)))?;
-        let (engine, base) = opened(verbs.memory())?;
-        Ok((nic, verbs, engine, base))
+        Connected::new(&group, placement, &wanted, queue, open_engine)
     };
     match connect() {
-        Ok((nic, verbs, engine, base)) => Ok(Joined {
-            group,
-            nic,
-            verbs,
-            engine,
-            base,
-        }),
+        Ok(connected) => Ok((group, connected)),
         Err(error) => {
             group.abort(&format!("{error:#}"));
             Err(error)
         }
     }
-}
-
-/// Gives the group this rank's report. Returns those of all ranks.
-fn exchange(group: &Group, own: &RankReport, args: &RankArgs) -> Result<Vec<RankReport>> {
-    let values = group.exchange(&serde_json::to_vec(own)?, args.timeout)?;
-    let ranks = values
-        .iter()
-        .map(|value| serde_json::from_slice(value).context("the report of a rank is not valid"));
-    ranks.collect()
 }
 
 fn provider(verbs: &Verbs) -> Option<String> {
@@ -137,13 +98,13 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     };
     sizes.check()?;
     let memory = |ranks| Ok(sizes.memory(ranks));
-    let Joined {
-        group,
-        nic,
-        verbs,
+    let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
+    let Connected {
+        placement,
         engine,
+        verbs,
         base,
-    } = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
+    } = connected;
     let (rank, ranks) = (group.rank(), group.ranks());
     let span = verbs.memory().span().clone();
     let provider = provider(&verbs);
@@ -187,13 +148,13 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let group = communicator.members();
     let own = RankReport {
         name: group.name(rank).to_owned(),
-        nic: nic.name().to_owned(),
+        nic: placement.nic.name().to_owned(),
         provider,
         engine: Some(communicator.engine().name().to_owned()),
         sent: trained.sent,
         digest: Some(trained.outcome.digest.clone()),
     };
-    let rank_reports = exchange(group, &own, &args.rank)?;
+    let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
     for other in &rank_reports {
         ensure!(
             other.digest == own.digest,
@@ -240,13 +201,13 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
         );
         Ok(Places::new(parameters, ranks, args.window).memory())
     };
-    let Joined {
-        group,
-        nic,
-        mut verbs,
+    let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
+    let Connected {
+        placement,
         mut engine,
+        mut verbs,
         base,
-    } = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
+    } = connected;
     let (rank, ranks) = (group.rank(), group.ranks());
     let provider = provider(&verbs);
     let training = asynchronous::Training {
@@ -270,14 +231,14 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
     let seconds = start.elapsed().as_secs_f64();
     let own = RankReport {
         name: group.name(rank).to_owned(),
-        nic: nic.name().to_owned(),
+        nic: placement.nic.name().to_owned(),
         provider,
         engine: engine_name,
         sent: updates * 4 * parameters as u64,
         digest: None,
     };
     // The connections stay until all ranks have ended.
-    let rank_reports = exchange(&group, &own, &args.rank)?;
+    let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
     group.leave(args.rank.timeout)?;
     let Some(served) = served else { return Ok(()) };
     let report = TrainingReport {
