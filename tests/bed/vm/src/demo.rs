@@ -9,6 +9,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use comfy_table::presets::NOTHING;
+use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
 /// The members that every report has.
@@ -104,10 +106,36 @@ pub fn run<R: Report>(places: Places<'_, R>, mut report: R, work: impl FnOnce(&m
     if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// Returns the lines of a table. The first `texts` columns are aligned to the left, the others to the right.
+pub fn table<S: ToString>(texts: usize, header: &[S], rows: Vec<Vec<String>>) -> Vec<String> {
+    let mut table = Table::new();
+    table
+        .load_preset(NOTHING)
+        .set_header(header.iter().map(ToString::to_string));
+    for row in rows {
+        table.add_row(row);
+    }
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if index >= texts {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table.trim_fmt().lines().map(str::to_owned).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use anyhow::bail;
+
+    #[test]
+    fn tables_align_texts_to_the_left_and_numbers_to_the_right() {
+        let rows = vec![vec!["a".into(), "7".into()], vec!["long".into(), "1234".into()]];
+        let lines = table(1, &["name", "n"], rows);
+        let words = ["name     n", "a        7", "long  1234"];
+        assert_eq!(lines.iter().map(|line| line.trim_end()).collect::<Vec<_>>(), words);
+    }
 
     #[derive(Serialize)]
     struct Counted {

@@ -7,10 +7,9 @@ use std::process::Command as Process;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use comfy_table::presets::NOTHING;
-use comfy_table::{CellAlignment, Table};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::command::Command;
+use p2pmem_vm::demo;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::vm::tool;
 use serde::{Deserialize, Serialize};
@@ -139,10 +138,9 @@ pub fn judge(rows: &[Kv]) -> Vec<String> {
     failures
 }
 
-/// Prints the rows as a table.
-pub fn print(rows: &[Kv]) {
-    let mut table = Table::new();
-    table.load_preset(NOTHING).set_header([
+/// Returns the lines of the rows as a table.
+pub fn table(rows: &[Kv]) -> Vec<String> {
+    let header = [
         "engine",
         "path",
         "bytes",
@@ -150,9 +148,9 @@ pub fn print(rows: &[Kv]) {
         "copied/byte",
         "first token, ms",
         "tokens",
-    ]);
-    for row in rows {
-        table.add_row([
+    ];
+    let row = |row: &Kv| {
+        vec![
             row.engine.clone(),
             row.path.clone(),
             row.bytes.to_string(),
@@ -160,17 +158,9 @@ pub fn print(rows: &[Kv]) {
             format!("{:.4}", row.copied_bytes_per_byte),
             format!("{:.0}", row.time_to_first_token_ms),
             if row.tokens_equal { "equal" } else { "different" }.to_owned(),
-        ]);
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        if index > 1 {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    for line in table.trim_fmt().lines() {
-        println!("   {line}");
-    }
+        ]
+    };
+    demo::table(2, &header, rows.iter().map(row).collect())
 }
 
 #[cfg(test)]

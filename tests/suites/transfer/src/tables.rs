@@ -2,26 +2,9 @@
 
 //! The report as tables for a terminal.
 
-use comfy_table::presets::NOTHING;
-use comfy_table::{CellAlignment, Table};
+use p2pmem_vm::demo;
 
 use crate::report::{Cell, Report};
-
-/// Returns the lines of a table whose first column is aligned to the left, the others to the right.
-fn lines(header: &[String], rows: Vec<Vec<String>>) -> Vec<String> {
-    let mut table = Table::new();
-    table.load_preset(NOTHING).set_header(header);
-    for row in rows {
-        table.add_row(row);
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        if index > 0 {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table.trim_fmt().lines().map(str::to_owned).collect()
-}
 
 fn header(names: &[&str]) -> Vec<String> {
     names.iter().map(|name| (*name).to_owned()).collect()
@@ -57,7 +40,7 @@ fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
         }));
         row
     });
-    lines(&names, rows.collect())
+    demo::table(1, &names, rows.collect())
 }
 
 /// Returns the matrices of all modes.
@@ -100,7 +83,7 @@ pub fn calls(report: &Report) -> Vec<String> {
             format!("{:.0}", cost.process_us_server * 1e3),
         ]
     });
-    lines(&header(&names), rows.collect())
+    demo::table(1, &header(&names), rows.collect())
 }
 
 /// Returns the table of a WRITE's parts, with a bar for each.
@@ -121,7 +104,7 @@ pub fn decompositions(report: &Report) -> Vec<String> {
                 ),
             ]
         });
-        all.extend(lines(&names, rows.collect()));
+        all.extend(demo::table(1, &names, rows.collect()));
     }
     all
 }
@@ -146,5 +129,5 @@ pub fn formula(report: &Report) -> Vec<String> {
             format!("{:.3}", path.instructions),
         ]
     });
-    lines(&header(&names), rows.collect())
+    demo::table(1, &header(&names), rows.collect())
 }

@@ -8,8 +8,6 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use comfy_table::presets::NOTHING;
-use comfy_table::{CellAlignment, Table};
 use p2pmem_collectives::cost;
 use p2pmem_collectives::element::{Element, Reduction};
 use p2pmem_collectives::report::RunReport;
@@ -99,7 +97,7 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     for algorithm in Algorithm::ALL {
         report.cost.push(simulate(algorithm)?);
     }
-    print(&table(report));
+    print(table(report));
     println!(
         "   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules."
     );
@@ -141,7 +139,7 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
 
     println!("4. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
     report.kv = kv::measure(bed, clients)?;
-    kv::print(&report.kv);
+    print(kv::table(&report.kv));
     Ok(())
 }
 
@@ -178,9 +176,8 @@ fn simulate(algorithm: Algorithm) -> Result<Cost> {
     ))
 }
 
-fn table(report: &Report) -> Table {
-    let mut table = Table::new();
-    table.load_preset(NOTHING).set_header([
+fn table(report: &Report) -> Vec<String> {
+    let header = [
         "algorithm",
         "nodes",
         "rounds",
@@ -191,16 +188,16 @@ fn table(report: &Report) -> Table {
         "ms",
         "of the link",
         "host bytes/byte",
-    ]);
-    for cost in &report.cost {
-        let number = |value: f64, digits: usize| {
-            if value.is_nan() {
-                "-".to_owned()
-            } else {
-                format!("{value:.digits$}")
-            }
-        };
-        table.add_row([
+    ];
+    let number = |value: f64, digits: usize| {
+        if value.is_nan() {
+            "-".to_owned()
+        } else {
+            format!("{value:.digits$}")
+        }
+    };
+    let row = |cost: &Cost| {
+        vec![
             cost.algorithm.clone(),
             cost.nodes.to_string(),
             cost.rounds.to_string(),
@@ -211,19 +208,13 @@ fn table(report: &Report) -> Table {
             number(cost.time_ms, 0),
             number(cost.ratio_to_link, 2),
             number(cost.host_bytes_per_byte, 4),
-        ]);
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        if index > 0 {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table
+        ]
+    };
+    demo::table(1, &header, report.cost.iter().map(row).collect())
 }
 
-fn print(table: &Table) {
-    for line in table.trim_fmt().lines() {
+fn print(table: Vec<String>) {
+    for line in table {
         println!("   {line}");
     }
 }
