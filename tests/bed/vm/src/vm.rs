@@ -39,7 +39,7 @@ use crate::topology::{Device, Layout, Topology};
 use crate::trace;
 
 /// The time limit of a boot, long enough for a host with other load.
-pub const BOOT_LIMIT: Duration = Duration::from_secs(300);
+const BOOT_LIMIT: Duration = Duration::from_secs(300);
 /// The factor for time limits of a guest whose clocks count instructions.
 const COUNTING: u32 = 4;
 /// The time limit for a guest to power off.
