@@ -74,6 +74,8 @@ pub struct Client {
     /// A pattern of the output of a client that lost a race against its own server. Such a failure says nothing about
     /// p2pmem.
     pub race: Option<String>,
+    /// The reason why the client runs only in a long run.
+    pub long_only: Option<String>,
 }
 
 /// The expected result of a client.
@@ -174,6 +176,7 @@ struct ClientText {
     #[serde(default)]
     ruins: bool,
     race: Option<String>,
+    long_only: Option<String>,
 }
 
 /// A TCP port as a number, or a port of rdma_cm as `"rdma:7174"`.
@@ -298,7 +301,17 @@ impl Client {
             limit: Duration::from_secs(text.limit),
             ruins: text.ruins,
             race: text.race,
+            long_only: text.long_only,
         })
+    }
+
+    /// Returns why the client does not run, in a long run or in a short one.
+    pub fn skipped(&self, long: bool) -> Option<String> {
+        match (&self.expected, &self.long_only) {
+            (Expected::Skip { reason }, _) => Some(reason.clone()),
+            (Expected::End { .. }, Some(reason)) if !long => Some(format!("only in a long run: {reason}")),
+            _ => None,
+        }
     }
 
     /// Returns the command for [`CLIENT`].
@@ -339,6 +352,16 @@ impl Client {
             return false;
         };
         client.status != (Status::Exited { code: 0 }) && pattern.is_match(&output(client))
+    }
+
+    /// Returns the report of a client that does not run for a reason: see [`Client::skipped`].
+    pub fn not_chosen(&self, reason: &str) -> Report {
+        Report {
+            expected: format!("skip: {reason}"),
+            got: "skipped".into(),
+            ok: None,
+            ..self.report(None, None, &Value::Null)
+        }
     }
 
     /// Returns the report of a client that could not run because of an error of the guests or of the harness.
@@ -557,6 +580,10 @@ mod tests {
         name = "other"
         client = "other"
         skip = "no such hardware"
+        [[client]]
+        name = "slow"
+        client = "slow"
+        long_only = "it is slow"
     "#;
 
     fn outcome(code: i32, stdout: &str) -> Outcome {
@@ -581,6 +608,7 @@ mod tests {
             "ib_read_lat",
             "rping",
             "other",
+            "slow",
         ];
         assert_eq!(names.len(), all.len());
         assert!(all.iter().all(|name| names.contains(name)), "{names:?}");
@@ -716,9 +744,21 @@ mod tests {
         assert_eq!(rping.report(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
         let lost = rping.not_run("the guests did not boot");
         assert!(lost.ok == Some(false) && lost.got == "not run: the guests did not boot");
+    }
 
-        let other = table.clients[5].report(None, None, &json!({}));
-        assert!(other.ok.is_none() && other.got == "skipped" && other.expected == "skip: no such hardware");
+    #[test]
+    fn clients_that_do_not_run_have_a_reason() {
+        let table = Table::parse("t", TABLE).unwrap();
+        let (bw, other, slow) = (&table.clients[0], &table.clients[5], &table.clients[6]);
+        for long in [false, true] {
+            assert_eq!(bw.skipped(long), None);
+            assert_eq!(other.skipped(long), Some("no such hardware".into()));
+        }
+        assert_eq!(slow.skipped(true), None);
+        let reason = slow.skipped(false).unwrap();
+        let report = slow.not_chosen(&reason);
+        assert!(report.ok.is_none() && report.got == "skipped", "{report:?}");
+        assert_eq!(report.expected, "skip: only in a long run: it is slow");
     }
 
     #[test]

@@ -11,7 +11,8 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::Trial;
 use p2pmem_cases::Kernels;
-use p2pmem_vm::clients::{self, CLIENT, Client, Expected, Report, SERVER, Table, tables};
+use p2pmem_guest::limits::is_long;
+use p2pmem_vm::clients::{self, CLIENT, Client, Report, SERVER, Table, tables};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::pyverbs;
@@ -53,9 +54,9 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 clients::Kernels::Debug(why) => Kernels::Debug(why),
             };
             let client = &table.clients[index];
-            if let Expected::Skip { reason } = &client.expected {
+            if let Some(reason) = client.skipped(is_long()) {
                 // It shows as ignored, and is in the report if other clients of the kernel are.
-                add(bed, reports, &table.name, client.report(None, None, &Value::Null))?;
+                add(bed, reports, &table.name, client.not_chosen(&reason))?;
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
                 continue;
