@@ -106,6 +106,24 @@ pub fn run<R: Report>(places: Places<'_, R>, mut report: R, work: impl FnOnce(&m
     if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
+/// A step of a demo. Its title is printed when it begins, and its duration when it ends.
+#[must_use = "the step ends when this is dropped"]
+pub struct Step(Instant);
+
+impl Step {
+    /// Begins a step.
+    pub fn begin(title: &str) -> Self {
+        println!("{title}");
+        Self(Instant::now())
+    }
+}
+
+impl Drop for Step {
+    fn drop(&mut self) {
+        println!("   took {:.1} s", self.0.elapsed().as_secs_f64());
+    }
+}
+
 /// Returns the lines of a table. The first `texts` columns are aligned to the left, the others to the right.
 pub fn table<S: ToString>(texts: usize, header: &[S], rows: Vec<Vec<String>>) -> Vec<String> {
     let mut table = Table::new();

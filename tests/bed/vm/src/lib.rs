@@ -19,6 +19,7 @@ pub mod demo;
 pub mod dmesg;
 pub mod kernel;
 pub mod models;
+pub mod page;
 pub mod process;
 pub mod pyverbs;
 pub mod qemu;
