@@ -16,7 +16,7 @@ use p2pmem_transfer_suite::bed::{Bed, NODES};
 use p2pmem_transfer_suite::decomposition::Decomposition;
 use p2pmem_transfer_suite::report::{Cell, Group, PathCost, Ports, Report, cells, costs};
 use p2pmem_transfer_suite::tables;
-use p2pmem_vm::demo::{self, Places};
+use p2pmem_vm::demo::{self, Places, Step};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 
@@ -65,21 +65,21 @@ fn main() -> ExitCode {
     demo::run(places, Report::default(), |report| run_demo(&cli, report))
 }
 
-/// A part of the demo, with nodes of its own.
+/// A part of the demo.
 type Part = fn(&mut Bed, &mut Report) -> Result<()>;
 
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.verdict.kernel_release = kernel::release()?;
-    let parts: [(&str, Part); 3] = [
-        ("transfer", at_the_links_rate),
-        ("transfer-count", by_instructions),
-        ("rdma", without_rate),
+    let nodes: [(&str, &[Part]); 3] = [
+        ("transfer", &[matrix, two_ports]),
+        ("transfer-count", &[instructions, calls, formula]),
+        ("rdma", &[decomposition, accelerators]),
     ];
-    for (topology, part) in parts {
+    for (topology, parts) in nodes {
         let mut bed = Bed::boot(topology, &report.verdict.kernel_release, utf8(&module)?)?;
-        let done = part(&mut bed, report);
+        let done = parts.iter().try_for_each(|part| part(&mut bed, report));
         report.verdict.failures.extend(bed.shut_down());
         done?;
     }
@@ -94,9 +94,9 @@ fn print(title: &str, lines: Vec<String>) {
     }
 }
 
-/// Measures the matrix, and one and two ports, on links of a fixed rate.
-fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    println!("2. Every pair of memories by every mode, on links of a fixed rate");
+/// Measures the matrix on links of a fixed rate.
+fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("2. Every pair of memories by every mode, on links of a fixed rate");
     for (group, memories) in [
         (Group::Rdma, &MEMORIES[..]),
         (Group::Staged, &MEMORIES),
@@ -117,8 +117,12 @@ fn at_the_links_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
         ),
         tables::matrices(report),
     );
+    Ok(())
+}
 
-    println!("3. Two ports, from accelerator to accelerator");
+/// Measures one port and two, on links of a fixed rate.
+fn two_ports(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("3. Two ports, from accelerator to accelerator");
     let mut all = vec![ports(bed)?];
     while all.len() < ROUNDS && !all.last().is_some_and(Ports::reaches_aim) {
         all.push(ports(bed)?);
@@ -194,9 +198,9 @@ fn ports(bed: &mut Bed) -> Result<Ports> {
     ))
 }
 
-/// Counts instructions: of every pair, of calls, and of each path.
-fn by_instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    println!("4. Instructions and latency of every pair, one message at a time");
+/// Counts the instructions of every pair.
+fn instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("4. Instructions and latency of every pair, one message at a time");
     let memories = MEMORIES.join(",");
     let options =
         format!("--memory {memories} --peer-memory {memories} --size {SMALL} -n {FEW} --depth 1 --events --verify");
@@ -219,8 +223,12 @@ fn by_instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
             of("accelerator")
         );
     }
+    Ok(())
+}
 
-    println!("5. Calls to another node's memory: two-sided and one-sided, polling and events");
+/// Counts the instructions of calls.
+fn calls(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("5. Calls to another node's memory: two-sided and one-sided, polling and events");
     let rpc: Rpc = bed.perf("rpc HOST --size 8,4K -n 100")?;
     report.rpc = rpc.rpc;
     print(
@@ -233,8 +241,12 @@ fn by_instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
         "   One more call takes {:.0} instructions of the server's whole process if it is two-sided, {:.0} if it is one-sided.",
         report.ratios.two_sided_server_instructions, report.ratios.one_sided_server_instructions
     );
+    Ok(())
+}
 
-    println!("6. The cost of each path from accelerator to accelerator");
+/// Measures the cost of each path.
+fn formula(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("6. The cost of each path from accelerator to accelerator");
     for (name, host, mode) in [
         ("kernel buffers: TCP", OVER_NIC, "--mode tcp"),
         ("registered host memory: staged", HOST, "--mode write --staged"),
@@ -321,9 +333,9 @@ const TRACEPOINTS_OFF: &str = "
     for event in skb/skb_copy_datagram_iovec net/net_dev_queue; do echo 0 >events/$event/enable; done
     awk 'match($0, /len=[0-9]+/) { sum += substr($0, RSTART + 4, RLENGTH - 4) } END { print sum + 0 }' trace";
 
-/// Compares rates on links without a rate, and splits the latency of a WRITE.
-fn without_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    println!("7. The parts of a WRITE of 4 KiB, from the NICs' clocks");
+/// Splits the latency of a WRITE.
+fn decomposition(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("7. The parts of a WRITE of 4 KiB, from the NICs' clocks");
     for memory in ["cpu", "accelerator"] {
         let run = format!("run HOST --memory {memory} --peer-memory {memory} --size 4K -n 300 --depth 1");
         let (measured, [own, peer]) = bed.traced(|bed| bed.perf::<RunReport>(&run))?;
@@ -335,8 +347,13 @@ fn without_rate(bed: &mut Bed, report: &mut Report) -> Result<()> {
             .push(Decomposition::new(&name, &own, &peer, total)?);
     }
     print("Times of the emulation, not of silicon", tables::decompositions(report));
+    Ok(())
+}
 
-    println!("8. Accelerators, relative to hosts and to the path through host memory, on links without a rate");
+/// Compares rates of accelerators and hosts on links without a rate.
+fn accelerators(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step =
+        Step::begin("8. Accelerators, relative to hosts and to the path through host memory, on links without a rate");
     let mut best = [0.0_f64; 3];
     for _ in 0..ROUNDS {
         // The processes of the models access each page of a device's memory for the first time once, which takes them as long as
