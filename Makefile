@@ -79,10 +79,10 @@ demo-transfer: modules user testbed ## + run the demo of the transfer suite: eve
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-transfer --module $(P2PMEM_MODULE) --report $(reports)/transfer.json
 
-demo-collectives: modules user testbed ## + run the demo of collective operations: the cost of each algorithm on two to four nodes beside its formula
+demo-collectives: modules user testbed ## + run the demo of collective operations: cost of each algorithm beside its formula, training, inference
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-collectives --module $(P2PMEM_MODULE) --clients tests/suites/clients \
-		--report $(reports)/collectives.json
+		--report $(reports)/collectives.json --page $(reports)/collectives.html
 
 test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
 	@tools/run-tests

@@ -138,17 +138,19 @@ pub fn judge(rows: &[Kv]) -> Vec<String> {
     failures
 }
 
-/// Returns the lines of the rows as a table.
-pub fn table(rows: &[Kv]) -> Vec<String> {
-    let header = [
-        "engine",
-        "path",
-        "bytes",
-        "host bytes/byte",
-        "copied/byte",
-        "first token, ms",
-        "tokens",
-    ];
+/// The columns of [`cells`].
+pub const HEADER: [&str; 7] = [
+    "engine",
+    "path",
+    "bytes",
+    "host bytes/byte",
+    "copied/byte",
+    "first token, ms",
+    "tokens",
+];
+
+/// Returns the cells of each row.
+pub fn cells(rows: &[Kv]) -> Vec<Vec<String>> {
     let row = |row: &Kv| {
         vec![
             row.engine.clone(),
@@ -160,14 +162,20 @@ pub fn table(rows: &[Kv]) -> Vec<String> {
             if row.tokens_equal { "equal" } else { "different" }.to_owned(),
         ]
     };
-    demo::table(2, &header, rows.iter().map(row).collect())
+    rows.iter().map(row).collect()
+}
+
+/// Returns the lines of the rows as a table.
+pub fn table(rows: &[Kv]) -> Vec<String> {
+    demo::table(2, &HEADER, cells(rows))
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn direct() -> Kv {
+    /// A row that meets all aims.
+    pub(crate) fn direct() -> Kv {
         let report = Prefill {
             first_token: vec![0.25],
             moved: 1000,

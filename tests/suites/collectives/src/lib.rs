@@ -6,10 +6,13 @@
 //! |---|---|
 //! | [`engine`] | reductions and copies in the emulated accelerator |
 //! | [`bed`] | nodes with p2pmem, and the ranks of a job on them |
+//! | [`sgd`] | trainings between nodes, beside the same training on one processor |
 //! | [`kv`] | the cache of keys and values of an inference on two nodes |
-//! | [`report`] | the report of the demo, and its aims |
+//! | [`report`], [`page`] | the report of the demo and its aims, as JSON and as an HTML page |
 
 pub mod bed;
 pub mod engine;
 pub mod kv;
+pub mod page;
 pub mod report;
+pub mod sgd;

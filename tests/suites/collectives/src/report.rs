@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::bed::NicBytes;
 use crate::kv::{self, Kv};
+use crate::sgd::{self, Sgd};
 
 /// The largest deviation of a ring's bytes from the formula.
 const BYTES_TOLERANCE: f64 = 0.05;
@@ -132,6 +133,8 @@ pub struct Report {
     pub cost: Vec<Cost>,
     /// Open MPI.
     pub baseline: Vec<Baseline>,
+    /// Trainings.
+    pub sgd: Vec<Sgd>,
     /// The cache of keys and values of an inference on two nodes.
     pub kv: Vec<Kv>,
 }
@@ -142,7 +145,62 @@ impl demo::Report for Report {
     }
 }
 
+/// The columns of [`Report::cost_rows`].
+pub const COST_HEADER: [&str; 10] = [
+    "algorithm",
+    "nodes",
+    "rounds",
+    "fan-in",
+    "bytes",
+    "formula",
+    "ratio",
+    "ms",
+    "of the link",
+    "host bytes/byte",
+];
+/// The columns of [`Report::baseline_rows`].
+pub const BASELINE_HEADER: [&str; 4] = ["nodes", "ms", "relative to the ring", "host bytes/byte"];
+
 impl Report {
+    /// Returns the cells of each cost. A number that was not measured is a hyphen.
+    pub fn cost_rows(&self) -> Vec<Vec<String>> {
+        let number = |value: f64, digits: usize| {
+            if value.is_nan() {
+                "-".to_owned()
+            } else {
+                format!("{value:.digits$}")
+            }
+        };
+        let row = |cost: &Cost| {
+            vec![
+                cost.algorithm.clone(),
+                cost.nodes.to_string(),
+                cost.rounds.to_string(),
+                cost.fan_in.to_string(),
+                number(cost.bytes_measured, 0),
+                number(cost.bytes_formula, 0),
+                number(cost.ratio, 3),
+                number(cost.time_ms, 0),
+                number(cost.ratio_to_link, 2),
+                number(cost.host_bytes_per_byte, 4),
+            ]
+        };
+        self.cost.iter().map(row).collect()
+    }
+
+    /// Returns the cells of each number of nodes of Open MPI.
+    pub fn baseline_rows(&self) -> Vec<Vec<String>> {
+        let row = |baseline: &Baseline| {
+            vec![
+                baseline.nodes.to_string(),
+                format!("{:.0}", baseline.time_ms),
+                format!("{:.2}", baseline.ratio_to_ring),
+                format!("{:.2}", baseline.host_bytes_per_byte),
+            ]
+        };
+        self.baseline.iter().map(row).collect()
+    }
+
     /// Checks the aims. Adds a failure for each that is not met.
     pub fn judge(&mut self) {
         let mut failures = Vec::new();
@@ -167,16 +225,18 @@ impl Report {
         if self.cost.iter().all(|cost| cost.simulated || cost.algorithm != "ring") {
             failures.push("no ring was measured".to_owned());
         }
+        failures.extend(sgd::judge(&self.sgd));
         failures.extend(kv::judge(&self.kv));
         self.verdict.failures.extend(failures);
     }
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn ring() -> Cost {
+    /// A cost that meets all aims.
+    pub(crate) fn ring() -> Cost {
         Cost {
             algorithm: "ring".into(),
             nodes: 2,
@@ -199,15 +259,8 @@ mod tests {
         change(&mut cost);
         let mut report = Report {
             cost: vec![cost],
-            kv: vec![Kv {
-                engine: "mooncake".into(),
-                path: "direct".into(),
-                bytes: 1,
-                host_bytes_per_byte: 0.0,
-                copied_bytes_per_byte: 0.0,
-                time_to_first_token_ms: 1.0,
-                tokens_equal: true,
-            }],
+            sgd: vec![sgd::tests::good()],
+            kv: vec![kv::tests::direct()],
             ..Report::default()
         };
         report.judge();

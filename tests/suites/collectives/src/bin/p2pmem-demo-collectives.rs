@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Collective operations between guests: the cost of each allreduce algorithm beside its formula, and Open MPI's beside them.
+//! Collective operations between guests: the cost of each allreduce algorithm beside its formula, and Open MPI's beside them; training,
+//! and inference, whose payload stays in accelerators.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,10 +13,11 @@ use p2pmem_collectives::cost;
 use p2pmem_collectives::element::{Element, Reduction};
 use p2pmem_collectives::report::RunReport;
 use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
-use p2pmem_collectives_suite::bed::Bed;
-use p2pmem_collectives_suite::kv;
-use p2pmem_collectives_suite::report::{Baseline, Cost, Report};
-use p2pmem_vm::demo::{self, Places};
+use p2pmem_collectives_suite::bed::{Bed, NicBytes};
+use p2pmem_collectives_suite::page::page;
+use p2pmem_collectives_suite::report::{Baseline, COST_HEADER, Cost, Report};
+use p2pmem_collectives_suite::{kv, sgd};
+use p2pmem_vm::demo::{self, Places, Step};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::vm::tool;
@@ -47,13 +49,16 @@ struct Cli {
     /// Where the report goes, as JSON
     #[arg(long, value_name = "PATH")]
     report: PathBuf,
+    /// Where the report goes as an HTML page
+    #[arg(long, value_name = "PATH")]
+    page: PathBuf,
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let places = Places {
         report: &cli.report,
-        page: None,
+        page: Some((&cli.page, page)),
     };
     demo::run(places, Report::default(), |report| run_demo(&cli, report))
 }
@@ -72,6 +77,14 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
 }
 
 fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
+    costs(bed, report)?;
+    open_mpi(bed, report, clients)?;
+    training(bed, report)?;
+    inference(bed, report, clients)
+}
+
+/// Measures and counts the cost of each allreduce algorithm.
+fn costs(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let program = tool("p2pmem-collectives-accel")?;
     // A broadcast to one node is traffic in one direction: the rate of the link.
     let (link, _) = collective(
@@ -82,11 +95,11 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     )?;
     let link_rate = LINK_PAYLOAD as f64 / (link.shortest_us / 1e6);
     report.link_mib_per_s = link_rate / f64::from(1 << 20);
-    println!(
+    let _step = Step::begin(&format!(
         "2. Allreduce of f32 in accelerators, {} KiB on each node; the link carries {:.1} MiB/s",
         PAYLOAD >> 10,
         report.link_mib_per_s
-    );
+    ));
     for nodes in NODES {
         for algorithm in Algorithm::ALL {
             let options = format!("--algorithm {} --size {PAYLOAD} --verify", algorithm.name());
@@ -97,12 +110,16 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     for algorithm in Algorithm::ALL {
         report.cost.push(simulate(algorithm)?);
     }
-    print(table(report));
+    print(demo::table(1, &COST_HEADER, report.cost_rows()));
     println!(
         "   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules."
     );
+    Ok(())
+}
 
-    println!("3. MPI_Allreduce of Open MPI over UCX, on the same memory");
+/// Measures the allreduce of Open MPI.
+fn open_mpi(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
+    let _step = Step::begin("3. MPI_Allreduce of Open MPI over UCX, on the same memory");
     for nodes in NODES {
         let python = clients.join("mpi-allreduce.py");
         let ctl = tool("p2pmemctl")?;
@@ -136,19 +153,27 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
         );
         report.baseline.push(baseline);
     }
+    Ok(())
+}
 
-    println!("4. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
+/// Trains a network on several nodes.
+fn training(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin("4. Training: gradients and parameters in accelerators, which add them");
+    report.sgd = sgd::measure(bed)?;
+    print(sgd::table(&report.sgd));
+    Ok(())
+}
+
+/// Moves the cache of keys and values of an inference.
+fn inference(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
+    let _step =
+        Step::begin("5. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
     report.kv = kv::measure(bed, clients)?;
     print(kv::table(&report.kv));
     Ok(())
 }
 
-fn collective(
-    bed: &mut Bed,
-    program: &str,
-    nodes: usize,
-    options: &str,
-) -> Result<(RunReport, Vec<p2pmem_collectives_suite::bed::NicBytes>)> {
+fn collective(bed: &mut Bed, program: &str, nodes: usize, options: &str) -> Result<(RunReport, Vec<NicBytes>)> {
     let command = format!("{program} --json run --memory accelerator --chunk {CHUNK} -n {CALLS} {options}");
     let (text, nics) = bed.run(nodes, &command)?;
     let report = serde_json::from_str(&text).with_context(|| format!("the report of {command}: {text}"))?;
@@ -174,43 +199,6 @@ fn simulate(algorithm: Algorithm) -> Result<Cost> {
         &counted,
         &formula,
     ))
-}
-
-fn table(report: &Report) -> Vec<String> {
-    let header = [
-        "algorithm",
-        "nodes",
-        "rounds",
-        "fan-in",
-        "bytes",
-        "formula",
-        "ratio",
-        "ms",
-        "of the link",
-        "host bytes/byte",
-    ];
-    let number = |value: f64, digits: usize| {
-        if value.is_nan() {
-            "-".to_owned()
-        } else {
-            format!("{value:.digits$}")
-        }
-    };
-    let row = |cost: &Cost| {
-        vec![
-            cost.algorithm.clone(),
-            cost.nodes.to_string(),
-            cost.rounds.to_string(),
-            cost.fan_in.to_string(),
-            number(cost.bytes_measured, 0),
-            number(cost.bytes_formula, 0),
-            number(cost.ratio, 3),
-            number(cost.time_ms, 0),
-            number(cost.ratio_to_link, 2),
-            number(cost.host_bytes_per_byte, 4),
-        ]
-    };
-    demo::table(1, &header, report.cost.iter().map(row).collect())
 }
 
 fn print(table: Vec<String>) {

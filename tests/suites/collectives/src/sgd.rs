@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: MIT OR Apache-2.0
+
+//! Training between nodes: the program `p2pmem-training-accel` on the first nodes, beside the same training on one processor.
+
+use anyhow::{Context, Result, ensure};
+use p2pmem_collectives::schedule::Algorithm;
+use p2pmem_training::digits::Digits;
+use p2pmem_training::reference;
+use p2pmem_training::report::{Mode, TrainingReport};
+use p2pmem_vm::demo;
+use p2pmem_vm::vm::tool;
+use serde::Serialize;
+
+use crate::bed::{Bed, NicBytes};
+
+/// How the nodes train, and their number.
+const RUNS: [(&str, usize); 3] = [("sync --algorithm ring", 2), ("sync --algorithm ring", 4), ("async", 3)];
+/// Times that each sample is used.
+const EPOCHS: u32 = 10;
+/// From this number on, there are host bytes for a byte of gradients or parameters: the announcement of a call has 256 bytes, and a
+/// gradient 9640.
+const NO_HOST_BYTES: f64 = 0.05;
+/// The part of the first loss below which a training has learned.
+const LEARNED: f64 = 0.25;
+
+/// A training.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Sgd {
+    /// How the nodes trained.
+    pub mode: Mode,
+    /// Number of nodes.
+    pub ranks: usize,
+    /// Updates of the parameters.
+    pub updates: u64,
+    /// Mean loss of the training samples before the first update.
+    pub initial_loss: f64,
+    /// The same after each epoch.
+    pub losses: Vec<f64>,
+    /// Part of the test samples that are recognized.
+    pub accuracy: f64,
+    /// Whether losses and parameters have the bits of the same training on one processor; `None` with a parameter server, whose result
+    /// depends on the order of arrival.
+    pub equals_reference: Option<bool>,
+    /// Bytes of host memory that NICs accessed, for a byte that they sent.
+    pub host_bytes_per_byte: f64,
+}
+
+impl Sgd {
+    fn new(report: TrainingReport, nics: &[NicBytes]) -> Result<Self> {
+        let equals_reference = match report.mode {
+            Mode::Synchronous => {
+                let expected = reference::train(&report.settings, &Digits::load(), report.ranks, Algorithm::Ring)?;
+                Some(expected == report.outcome)
+            }
+            Mode::Asynchronous => None,
+            Mode::Reference => anyhow::bail!("a reference is no training between nodes"),
+        };
+        let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
+        let host: u64 = nics.iter().map(|nic| nic.host).sum();
+        ensure!(sent > 0, "no NIC read a byte of an accelerator");
+        Ok(Self {
+            mode: report.mode,
+            ranks: report.ranks,
+            updates: report.updates,
+            initial_loss: report.outcome.initial_loss,
+            losses: report.outcome.losses,
+            accuracy: report.outcome.accuracy,
+            equals_reference,
+            host_bytes_per_byte: host as f64 / sent as f64,
+        })
+    }
+
+    /// Returns the loss after the last epoch.
+    fn last_loss(&self) -> f64 {
+        self.losses.last().copied().unwrap_or(self.initial_loss)
+    }
+
+    fn name(&self) -> String {
+        format!("{} training of {} nodes", self.mode.name(), self.ranks)
+    }
+}
+
+/// Trains on the accelerators of the nodes.
+///
+/// # Errors
+///
+/// A node fails, or its report cannot be read.
+pub fn measure(bed: &mut Bed) -> Result<Vec<Sgd>> {
+    let program = tool("p2pmem-training-accel")?;
+    let mut trainings = Vec::new();
+    for (mode, nodes) in RUNS {
+        let (text, nics) = bed.run(
+            nodes,
+            &format!("{program} --json {mode} --memory accelerator --epochs {EPOCHS}"),
+        )?;
+        let report: TrainingReport =
+            serde_json::from_str(&text).with_context(|| format!("the report of {mode}: {text}"))?;
+        trainings.push(Sgd::new(report, &nics).with_context(|| format!("{mode} on {nodes} nodes"))?);
+    }
+    Ok(trainings)
+}
+
+/// Returns a failure for each aim that is not met.
+pub fn judge(trainings: &[Sgd]) -> Vec<String> {
+    let mut failures = Vec::new();
+    for training in trainings {
+        let what = training.name();
+        if training.equals_reference == Some(false) {
+            failures.push(format!("{what}: the result does not have the bits of the reference"));
+        }
+        if training.last_loss() >= LEARNED * training.initial_loss {
+            failures.push(format!(
+                "{what}: a loss of {:.3} at the end, and of {:.3} at the beginning",
+                training.last_loss(),
+                training.initial_loss
+            ));
+        }
+        if training.host_bytes_per_byte >= NO_HOST_BYTES {
+            failures.push(format!(
+                "{what}: {:.4} host bytes for a byte",
+                training.host_bytes_per_byte
+            ));
+        }
+    }
+    if !trainings.iter().any(|training| training.equals_reference.is_some()) {
+        failures.push("no training was compared with a reference".to_owned());
+    }
+    failures
+}
+
+/// The columns of [`cells`].
+pub const HEADER: [&str; 8] = [
+    "training",
+    "nodes",
+    "updates",
+    "first loss",
+    "last loss",
+    "recognized",
+    "bits of the reference",
+    "host bytes/byte",
+];
+
+/// Returns the cells of each training.
+pub fn cells(trainings: &[Sgd]) -> Vec<Vec<String>> {
+    let row = |training: &Sgd| {
+        vec![
+            training.mode.name().to_owned(),
+            training.ranks.to_string(),
+            training.updates.to_string(),
+            format!("{:.3}", training.initial_loss),
+            format!("{:.3}", training.last_loss()),
+            format!("{:.1} %", 100.0 * training.accuracy),
+            match training.equals_reference {
+                Some(true) => "the same",
+                Some(false) => "others",
+                None => "-",
+            }
+            .to_owned(),
+            format!("{:.4}", training.host_bytes_per_byte),
+        ]
+    };
+    trainings.iter().map(row).collect()
+}
+
+/// Returns the trainings as the lines of a table.
+pub fn table(trainings: &[Sgd]) -> Vec<String> {
+    demo::table(1, &HEADER, cells(trainings))
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// A training that meets all aims.
+    pub(crate) fn good() -> Sgd {
+        Sgd {
+            mode: Mode::Synchronous,
+            ranks: 2,
+            updates: 140,
+            initial_loss: 2.3,
+            losses: vec![1.0, 0.5],
+            accuracy: 0.9,
+            equals_reference: Some(true),
+            host_bytes_per_byte: 0.01,
+        }
+    }
+
+    #[test]
+    fn a_result_is_compared_with_the_reference() {
+        let settings = p2pmem_training::settings::Settings {
+            epochs: 1,
+            batch: 96,
+            rate: 0.5,
+            hidden: 4,
+            seed: 1,
+        };
+        let outcome = reference::train(&settings, &Digits::load(), 2, Algorithm::Ring).unwrap();
+        let report = TrainingReport {
+            mode: Mode::Synchronous,
+            ranks: 2,
+            algorithm: Some("ring".into()),
+            settings,
+            parameters: settings.network().parameters(),
+            updates: 14,
+            outcome,
+            staleness: None,
+            resumed_at: None,
+            checkpoints: 0,
+            seconds: 1.0,
+            rank_reports: Vec::new(),
+        };
+        let nics = [NicBytes {
+            peer_read: 100,
+            peer_written: 0,
+            host: 1,
+        }];
+        let same = Sgd::new(report.clone(), &nics).unwrap();
+        assert_eq!((same.equals_reference, same.host_bytes_per_byte), (Some(true), 0.01));
+        let mut other = report.clone();
+        other.outcome.digest = "0".into();
+        assert_eq!(Sgd::new(other, &nics).unwrap().equals_reference, Some(false));
+        assert!(Sgd::new(report, &[NicBytes::default()]).is_err());
+    }
+
+    #[test]
+    fn each_aim_can_fail() {
+        let failures = |change: fn(&mut Sgd)| {
+            let mut training = good();
+            change(&mut training);
+            judge(&[training])
+        };
+        assert!(failures(|_| {}).is_empty());
+        assert!(failures(|training| training.equals_reference = Some(false))[0].contains("bits of the reference"));
+        assert!(failures(|training| training.losses = vec![0.6])[0].contains("0.600 at the end"));
+        assert!(failures(|training| training.losses.clear())[0].contains("2.300 at the end"));
+        assert!(failures(|training| training.host_bytes_per_byte = 1.0)[0].contains("1.0000 host bytes"));
+        assert_eq!(
+            failures(|training| training.equals_reference = None),
+            ["no training was compared with a reference"]
+        );
+    }
+}
