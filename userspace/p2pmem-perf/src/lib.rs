@@ -47,16 +47,23 @@ use cli::{Cli, Command};
 pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = std::io::stdout().lock();
-    match run(&cli, &mut out) {
+    let result = run(&cli, &mut out);
+    end("p2pmem-perf", result, cli.json, &mut out)
+}
+
+/// Prints the error of a command of a program, if it has one: as a line on standard error with its remedy, and as JSON if the output is
+/// JSON. Returns the exit code: failure for an error, or if a wrong byte was found (`Ok(false)`).
+pub fn end(program: &str, result: Result<bool>, json: bool, out: &mut dyn Write) -> ExitCode {
+    match result {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            if cli.json {
+            if json {
                 let value = serde_json::json!({ "error": wire::reason(&error), "remedy": remedy(&error) });
                 // If the output is not writable, the exit code reports the error.
-                let _ = print_json(&mut out, &value);
+                let _ = print_json(out, &value);
             }
-            eprintln!("p2pmem-perf: {error:#}");
+            eprintln!("{program}: {error:#}");
             if let Some(remedy) = remedy(&error) {
                 eprintln!("  remedy: {remedy}");
             }

@@ -78,13 +78,17 @@ pub fn draw(text: &str) -> Result<String> {
     }
     charts::rpc(&mut drawing, &document.rpc);
     charts::decomposition(&mut drawing, &document.decomposition);
+    charts::formula(&mut drawing, &document.formula);
+    if let Some(ports) = &document.multi_port {
+        charts::multi_port(&mut drawing, ports);
+    }
     if let Some(curve) = &document.training {
         charts::losses(&mut drawing, curve);
     }
     charts::stream(&mut drawing, &document);
     if drawing.is_empty() {
         bail!(
-            "the report has nothing to draw: it has no results, matrix, rpc, decomposition, losses, or rates of a stream"
+            "the report has nothing to draw: it has no results, matrix, rpc, decomposition, formula, multi_port, losses, or rates of a stream"
         );
     }
     Ok(drawing.svg())

@@ -109,7 +109,10 @@ pub fn decompositions(report: &Report) -> Vec<String> {
     all
 }
 
-/// Returns the table of the paths' costs.
+/// Bytes for a byte of payload that a character of a bar stands for.
+const BYTES_OF_MARK: f64 = 0.25;
+
+/// Returns the table of the paths' costs, with a bar of the bytes that each path moves for a byte of payload.
 pub fn formula(report: &Report) -> Vec<String> {
     let names = [
         "PATH, FOR A BYTE",
@@ -129,5 +132,43 @@ pub fn formula(report: &Report) -> Vec<String> {
             format!("{:.3}", path.instructions),
         ]
     });
-    demo::table(1, &header(&names), rows.collect())
+    let mut all = demo::table(1, &header(&names), rows.collect());
+    all.push(format!(
+        "Bytes moved for a byte, {BYTES_OF_MARK} each: p copied by the program, k by the kernel, R through a root complex"
+    ));
+    let bars = report.formula.iter().map(|path| {
+        let part = |mark: &str, bytes: f64| mark.repeat((bytes / BYTES_OF_MARK).round() as usize);
+        let bar = [
+            part("p", path.copied_by_program),
+            part("k", path.copied_by_kernel),
+            part("R", path.root_complex),
+        ];
+        vec![path.name.clone(), bar.concat()]
+    });
+    all.extend(demo::table(2, &header(&["", ""]), bars.collect()).into_iter().skip(1));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::report::PathCost;
+
+    #[test]
+    fn a_path_has_a_bar_of_its_bytes() {
+        let report = Report {
+            formula: vec![PathCost {
+                name: "sockets".into(),
+                bytes: 1,
+                copied_by_program: 0.5,
+                copied_by_kernel: 1.01,
+                root_complex: 0.74,
+                translations_per_mib: 1.0,
+                instructions: 1.0,
+            }],
+            ..Report::default()
+        };
+        let lines = formula(&report);
+        assert_eq!(lines.last().map(|line| line.trim_end()), Some("sockets  ppkkkkRRR"), "{lines:?}");
+    }
 }

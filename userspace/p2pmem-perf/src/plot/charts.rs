@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use p2pmem::short_size;
 
 use super::canvas::{color, number, Anchor, Axis, Drawing, Panel, Scale, INK, QUIET, WIDTH};
-use super::data::{Call, Curve, Document, Entry, Path};
+use super::data::{Call, Curve, Document, Entry, Path, PathCost, Ports};
 
 /// The left and the right margin of panels, which labels need.
 const LEFT: f64 = 70.0;
@@ -208,28 +208,35 @@ pub(super) fn rpc(drawing: &mut Drawing, calls: &[Call]) {
     drawing.legend(LEFT, top + height + 50.0, &waits);
 }
 
-/// Draws a bar for each path of the payload, of the terms of its time.
-pub(super) fn decomposition(drawing: &mut Drawing, paths: &[Path]) {
-    if paths.is_empty() {
+/// A bar of parts that follow one another.
+struct Stack<'a> {
+    name: &'a str,
+    parts: Vec<(&'a str, f64)>,
+    /// The number beside the bar. It can differ from the sum of the parts.
+    total: f64,
+}
+
+/// Draws bars of parts, with one color for each name of a part.
+fn stacks(drawing: &mut Drawing, title: &str, unit: &str, stacks: &[Stack<'_>]) {
+    if stacks.is_empty() {
         return;
     }
     const BAR: f64 = 26.0;
-    let mut terms = Vec::new();
-    for term in paths.iter().flat_map(|path| &path.terms) {
-        index(&mut terms, &term.term);
+    let mut names: Vec<String> = Vec::new();
+    for (name, _) in stacks.iter().flat_map(|stack| &stack.parts) {
+        index(&mut names, &(*name).to_owned());
     }
-    let height = paths.len() as f64 * (BAR + 12.0);
-    let legend = 16.0 * terms.len().div_ceil(3) as f64;
-    let top = drawing.chart("Where the time of a transfer goes", height + legend + 60.0) + 14.0;
-    let total = |path: &Path| path.terms.iter().map(|term| term.us.max(0.0)).sum::<f64>();
-    let x = Axis::new(Scale::Linear, paths.iter().map(total));
+    let height = stacks.len() as f64 * (BAR + 12.0);
+    let legend = 16.0 * names.len().div_ceil(3) as f64;
+    let top = drawing.chart(title, height + legend + 60.0) + 14.0;
+    let sum = |stack: &Stack<'_>| stack.parts.iter().map(|(_, value)| value.max(0.0)).sum::<f64>();
     let panel = Panel {
-        left: 170.0,
+        left: 200.0,
         top,
-        width: WIDTH - 170.0 - 80.0,
+        width: WIDTH - 200.0 - 90.0,
         height,
+        x: Axis::new(Scale::Linear, stacks.iter().map(sum)),
         y: Axis::new(Scale::Linear, [0.0]),
-        x,
     };
     let ticks = panel.x.ticks();
     for tick in &ticks {
@@ -245,24 +252,75 @@ pub(super) fn decomposition(drawing: &mut Drawing, paths: &[Path]) {
             false,
         );
     }
-    drawing.text(panel.left + panel.width, top + height + 30.0, "µs", Anchor::End);
-    for (row, path) in paths.iter().enumerate() {
+    drawing.text(panel.left + panel.width, top + height + 30.0, unit, Anchor::End);
+    for (row, stack) in stacks.iter().enumerate() {
         let y = top + row as f64 * (BAR + 12.0) + 6.0;
-        drawing.text(panel.left - 8.0, y + BAR / 2.0 + 4.0, &path.name, Anchor::End);
+        drawing.text(panel.left - 8.0, y + BAR / 2.0 + 4.0, stack.name, Anchor::End);
         let mut sum = 0.0;
-        for term in &path.terms {
-            let number_of_term = index(&mut terms, &term.term);
+        for (name, value) in &stack.parts {
+            let number_of_part = index(&mut names, &(*name).to_owned());
             let (from, _) = panel.at(sum, 0.0);
-            sum += term.us.max(0.0);
+            sum += value.max(0.0);
             let (to, _) = panel.at(sum, 0.0);
-            let about = format!("{}: {} µs", term.term, number(term.us));
-            drawing.rectangle(from, y, to - from, BAR, color(number_of_term), &about);
+            let about = format!("{name}: {} {unit}", number(*value));
+            drawing.rectangle(from, y, to - from, BAR, color(number_of_part), &about);
         }
         let (end, _) = panel.at(sum, 0.0);
-        let text = format!("{} µs", number(path.total_us.unwrap_or(sum)));
+        let text = format!("{} {unit}", number(stack.total));
         drawing.text_of(end + 6.0, y + BAR / 2.0 + 4.0, &text, Anchor::Start, 11.0, INK, true);
     }
-    drawing.legend(16.0, top + height + 50.0, &terms);
+    drawing.legend(16.0, top + height + 50.0, &names);
+}
+
+/// Draws what the time of a transfer consists of.
+pub(super) fn decomposition(drawing: &mut Drawing, paths: &[Path]) {
+    let sum = |path: &Path| path.terms.iter().map(|term| term.us.max(0.0)).sum();
+    let bars: Vec<_> = paths
+        .iter()
+        .map(|path| Stack {
+            name: &path.name,
+            parts: path.terms.iter().map(|term| (term.term.as_str(), term.us)).collect(),
+            total: path.total_us.unwrap_or_else(|| sum(path)),
+        })
+        .collect();
+    stacks(drawing, "Where the time of a transfer goes", "µs", &bars);
+}
+
+/// Draws the bytes that each path moves a byte of payload by, in addition to the wire.
+pub(super) fn formula(drawing: &mut Drawing, paths: &[PathCost]) {
+    let bars: Vec<_> = paths
+        .iter()
+        .map(|path| {
+            let parts = vec![
+                ("copied by the program", path.copied_by_program),
+                ("copied by the kernel", path.copied_by_kernel),
+                ("through a root complex", path.root_complex),
+            ];
+            Stack {
+                name: &path.name,
+                total: parts.iter().map(|(_, bytes)| bytes).sum(),
+                parts,
+            }
+        })
+        .collect();
+    stacks(drawing, "Bytes that are moved for a byte of payload", "bytes", &bars);
+}
+
+/// Draws the rates of one port and of two.
+pub(super) fn multi_port(drawing: &mut Drawing, ports: &Ports) {
+    let bars: Vec<_> = [
+        ("one port", ports.single_mib_per_s),
+        ("two ports, one process", ports.one_process_mib_per_s),
+        ("two ports, two processes", ports.two_processes_mib_per_s),
+    ]
+    .into_iter()
+    .map(|(name, rate)| Stack {
+        name,
+        parts: vec![("rate", rate)],
+        total: rate,
+    })
+    .collect();
+    stacks(drawing, "Rate of one port and of two", "MiB/s", &bars);
 }
 
 /// Draws the average rate of a stream, and the lowest and the highest rolling average.

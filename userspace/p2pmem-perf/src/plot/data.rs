@@ -23,6 +23,8 @@ pub(super) struct Document {
     own: Matrix,
     pub(super) rpc: Vec<Call>,
     pub(super) decomposition: Vec<Path>,
+    pub(super) formula: Vec<PathCost>,
+    pub(super) multi_port: Option<Ports>,
     /// A report of p2pmem-training.
     #[serde(flatten)]
     pub(super) training: Option<Curve>,
@@ -145,4 +147,21 @@ pub(super) struct Path {
 pub(super) struct Term {
     pub(super) term: String,
     pub(super) us: f64,
+}
+
+/// What a path costs, in bytes for a byte of payload.
+#[derive(Debug, Deserialize)]
+pub(super) struct PathCost {
+    pub(super) name: String,
+    pub(super) copied_by_program: f64,
+    pub(super) copied_by_kernel: f64,
+    pub(super) root_complex: f64,
+}
+
+/// The rates of one port and of two.
+#[derive(Debug, Deserialize)]
+pub(super) struct Ports {
+    pub(super) single_mib_per_s: f64,
+    pub(super) one_process_mib_per_s: f64,
+    pub(super) two_processes_mib_per_s: f64,
 }

@@ -70,6 +70,11 @@ fn rpc_report() -> Value {
             path("host registration", &[("root complex", 88.0), ("translation", 21.0)]),
             path("p2pmem", &[("switch", 61.0)]),
         ],
+        "formula": [
+            {"name": "sockets", "copied_by_program": 0.0, "copied_by_kernel": 2.25, "root_complex": 4.5, "instructions": 1.0},
+            {"name": "direct", "copied_by_program": 0.0, "copied_by_kernel": 0.0, "root_complex": 0.0, "instructions": 0.1},
+        ],
+        "multi_port": {"single_mib_per_s": 12.0, "one_process_mib_per_s": 23.0, "two_processes_mib_per_s": 24.0},
     })
 }
 
@@ -117,6 +122,12 @@ fn a_report_of_several_measurements_has_all_charts() {
         "adaptive",
         "Where the time of a transfer goes",
         "349 µs",
+        "Bytes that are moved for a byte of payload",
+        "6.75 bytes",
+        "0 bytes",
+        "through a root complex",
+        "two ports, one process",
+        "23 MiB/s",
         "copies",
     ] {
         assert!(texts.iter().any(|text| text == expected), "{expected}: {texts:?}");

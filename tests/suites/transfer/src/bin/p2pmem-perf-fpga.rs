@@ -2,6 +2,7 @@
 
 //! In a guest: streams the samples of the emulated FPGA to a server, `p2pmem-perf serve` on another node.
 
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 
@@ -27,7 +28,7 @@ struct Cli {
     stream: StreamArgs,
 }
 
-fn run(cli: &Cli) -> Result<bool> {
+fn run(cli: &Cli, out: &mut dyn Write) -> Result<bool> {
     let own = &cli.stream.own;
     let memory = MemoryOptions {
         kind: MemoryKind::Fpga,
@@ -37,17 +38,12 @@ fn run(cli: &Cli) -> Result<bool> {
     let open = |domain: &Arc<Domain>, options: &SourceOptions| -> Result<Box<dyn Source>> {
         Ok(Box::new(FpgaSource::open(memory, domain, options)?))
     };
-    let mut out = std::io::stdout().lock();
-    client::run_with(&cli.stream, MemoryKind::Fpga, &open, cli.json, &mut out)
+    client::run_with(&cli.stream, MemoryKind::Fpga, &open, cli.json, out)
 }
 
 fn main() -> ExitCode {
-    match run(&Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(error) => {
-            eprintln!("p2pmem-perf-fpga: {error:#}");
-            ExitCode::FAILURE
-        }
-    }
+    let cli = Cli::parse();
+    let mut out = std::io::stdout().lock();
+    let result = run(&cli, &mut out);
+    p2pmem_perf::end("p2pmem-perf-fpga", result, cli.json, &mut out)
 }
