@@ -1,9 +1,8 @@
 #!/bin/bash
 # SPDX-License-Identifier: MIT OR Apache-2.0
 # Makes this node one of a Slurm cluster: node a is the controller, and all nodes run jobs. Slurm hands out the memory of the
-# providers, and only users with a job get some. Everything is in /run and /tmp.
+# providers that are published, and only users with a job get some. Everything is in /run and /tmp.
 set -euo pipefail
-"$P2PMEM_CLIENTS/transfer-node.sh"
 [ ! -e /run/slurm ] || exit 0
 ctl=$P2PMEM_BIN/p2pmemctl
 install -d -m 755 /run/slurm /run/munge

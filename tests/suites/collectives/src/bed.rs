@@ -6,8 +6,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
-use p2pmem_vm::command::{Command, Status};
+use anyhow::{Context, Result, ensure};
+use p2pmem_vm::command::{Command, Outcome, Status};
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::script::Script;
 use p2pmem_vm::vm::tool;
@@ -122,11 +122,51 @@ impl Bed {
         Ok((text, counted.collect::<Result<_>>()?))
     }
 
+    /// Runs a script on the first two nodes at the same time.
+    ///
+    /// # Errors
+    ///
+    /// The script fails on one of them.
+    pub fn run_on_pair(&mut self, script: &str) -> Result<()> {
+        let outcomes = self.script.cluster.exec_all(|node| {
+            let script = if NODES[..2].contains(&node) { script } else { "true" };
+            Command::new(["bash", "-c", script]).limit(LIMIT)
+        })?;
+        for (node, outcome) in &outcomes {
+            success(node, outcome)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a script on the first node. Returns its standard output.
+    ///
+    /// # Errors
+    ///
+    /// The script fails.
+    pub fn run_on_first(&mut self, script: &str) -> Result<String> {
+        let command = Command::new(["bash", "-c", script]).limit(LIMIT);
+        let outcome = self.script.cluster.exec(NODES[0], &command)?;
+        success(NODES[0], &outcome)
+    }
+
     /// Checks that no buffer is left, withdraws the accelerators and unloads the module, and powers the nodes off. Returns what
     /// failed.
     pub fn shut_down(self) -> Vec<String> {
         self.script.unload_and_shut_down(&NODES, &self.ctl, &[ACCELERATOR])
     }
+}
+
+/// Returns the standard output of a command that must succeed.
+fn success(node: &str, outcome: &Outcome) -> Result<String> {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
+    ensure!(
+        outcome.status == (Status::Exited { code: 0 }),
+        "{node}: {:?} {} {}",
+        outcome.status,
+        text(&outcome.stdout),
+        text(&outcome.stderr)
+    );
+    Ok(text(&outcome.stdout))
 }
 
 fn nic_bytes(payload: &Value) -> Result<NicBytes> {

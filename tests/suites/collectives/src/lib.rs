@@ -8,6 +8,7 @@
 //! | [`bed`] | nodes with p2pmem, and the ranks of a job on them |
 //! | [`sgd`] | trainings between nodes, beside the same training on one processor |
 //! | [`kv`] | the cache of keys and values of an inference on two nodes |
+//! | [`slurm`] | jobs of a Slurm cluster, which hands out bytes of the accelerators |
 //! | [`report`], [`page`] | the report of the demo and its aims, as JSON and as an HTML page |
 
 pub mod bed;
@@ -16,3 +17,4 @@ pub mod kv;
 pub mod page;
 pub mod report;
 pub mod sgd;
+pub mod slurm;

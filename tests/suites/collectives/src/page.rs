@@ -7,7 +7,7 @@ use p2pmem_perf::plot;
 use p2pmem_vm::page::{self, Bar};
 
 use crate::report::{self, Cost, Report};
-use crate::{kv, sgd};
+use crate::{kv, sgd, slurm};
 
 /// Bars of the measured algorithms on a number of nodes.
 fn chart(costs: &[&Cost], value: impl Fn(&Cost) -> f64, text: impl Fn(f64) -> String) -> Markup {
@@ -70,6 +70,10 @@ pub fn page(report: &Report) -> String {
             h2 { "Inference: the cache of keys and values between two nodes" }
             (page::table(&kv::HEADER, &kv::cells(&report.kv)))
         }
+        @if !report.slurm.is_empty() {
+            h2 { "Slurm: jobs that get bytes of the accelerators" }
+            (page::table(&slurm::HEADER, &slurm::cells(&report.slurm)))
+        }
     };
     let introduction = format!(
         "Nodes under Linux {} reduce, train and infer with payload in their accelerators. NICs count each byte. Times are those of an \
@@ -96,12 +100,13 @@ mod tests {
         report.cost = vec![report::tests::ring()];
         report.sgd = vec![sgd::tests::good()];
         report.kv = vec![kv::tests::direct()];
+        report.slurm = vec![slurm::tests::good()];
         let full = page(&report);
         for part in [
             "bits of the reference",
             "Loss of synchronous training on 2 ranks",
             "<svg",
-            "mooncake",
+            "mooncake", "both are right",
             "Bytes of the busiest of 2 nodes",
         ] {
             assert!(full.contains(part), "{part} is not in {full}");

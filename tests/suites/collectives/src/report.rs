@@ -9,6 +9,7 @@ use serde::Serialize;
 use crate::bed::NicBytes;
 use crate::kv::{self, Kv};
 use crate::sgd::{self, Sgd};
+use crate::slurm::{self, Job};
 
 /// The largest deviation of a ring's bytes from the formula.
 const BYTES_TOLERANCE: f64 = 0.05;
@@ -137,6 +138,8 @@ pub struct Report {
     pub sgd: Vec<Sgd>,
     /// The cache of keys and values of an inference on two nodes.
     pub kv: Vec<Kv>,
+    /// Jobs of a Slurm cluster.
+    pub slurm: Vec<Job>,
 }
 
 impl demo::Report for Report {
@@ -227,6 +230,7 @@ impl Report {
         }
         failures.extend(sgd::judge(&self.sgd));
         failures.extend(kv::judge(&self.kv));
+        failures.extend(slurm::judge(&self.slurm));
         self.verdict.failures.extend(failures);
     }
 }
@@ -261,6 +265,7 @@ pub(crate) mod tests {
             cost: vec![cost],
             sgd: vec![sgd::tests::good()],
             kv: vec![kv::tests::direct()],
+            slurm: vec![slurm::tests::good()],
             ..Report::default()
         };
         report.judge();

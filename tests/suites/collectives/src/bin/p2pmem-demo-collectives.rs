@@ -16,7 +16,7 @@ use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
 use p2pmem_collectives_suite::bed::{Bed, NicBytes};
 use p2pmem_collectives_suite::page::page;
 use p2pmem_collectives_suite::report::{Baseline, COST_HEADER, Cost, Report};
-use p2pmem_collectives_suite::{kv, sgd};
+use p2pmem_collectives_suite::{kv, sgd, slurm};
 use p2pmem_vm::demo::{self, Places, Step};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
@@ -80,7 +80,9 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     costs(bed, report)?;
     open_mpi(bed, report, clients)?;
     training(bed, report)?;
-    inference(bed, report, clients)
+    inference(bed, report, clients)?;
+    // The last one, because the nodes then give memory to jobs only.
+    slurm_jobs(bed, report, clients)
 }
 
 /// Measures and counts the cost of each allreduce algorithm.
@@ -170,6 +172,14 @@ fn inference(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
         Step::begin("5. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
     report.kv = kv::measure(bed, clients)?;
     print(kv::table(&report.kv));
+    Ok(())
+}
+
+/// Runs jobs of a Slurm cluster.
+fn slurm_jobs(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
+    let _step = Step::begin("6. Slurm on two nodes: jobs that get bytes of the accelerators");
+    report.slurm = slurm::measure(bed, clients)?;
+    print(slurm::table(&report.slurm));
     Ok(())
 }
 

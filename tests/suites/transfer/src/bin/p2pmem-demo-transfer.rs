@@ -28,11 +28,11 @@ const BY_UCX: [&str; 2] = ["cpu", "accelerator"];
 const HOST: &str = "\"$P2PMEM_ADDR_B\"";
 /// The server's address on the network of the first NICs: IP over InfiniBand.
 const OVER_NIC: &str = "\"$P2PMEM_RDMA_ADDR_B_NIC0\"";
-/// Bytes of a message of the matrix, and the number of messages of a pair: fewer with a CMB, because each access of a processor to
-/// the memory of an emulated drive traps, and processors fill and compare the memories.
+/// Bytes of a message of the matrix, and the number of messages of a pair, in all and in flight: fewer with a CMB, because each access of a
+/// processor to the memory of an emulated drive traps, and processors fill and compare the memory of all messages in flight.
 const MESSAGE: u64 = 256 << 10;
-const MESSAGES: u64 = 8;
-const MESSAGES_OF_CMB: u64 = 4;
+const MESSAGES: (u64, u64) = (8, 4);
+const MESSAGES_OF_CMB: (u64, u64) = (4, 2);
 /// Bytes of a message between nodes whose clocks count instructions, and their number.
 const SMALL: u64 = 64 << 10;
 const FEW: u64 = 4;
@@ -144,13 +144,13 @@ fn two_ports(bed: &mut Bed, report: &mut Report) -> Result<()> {
 /// Measures a pair of memories by the modes of a group, and the link, unless its rate is known. Another program of the emulator's
 /// machine disturbs a measurement now and then, so RDMA that does not have the link's rate is measured again, with the link.
 fn pair(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Result<Vec<Cell>> {
-    let messages = if [from, to].contains(&"cmb") {
+    let (messages, depth) = if [from, to].contains(&"cmb") {
         MESSAGES_OF_CMB
     } else {
         MESSAGES
     };
     let arguments = format!(
-        "matrix HOST --memory {from} --peer-memory {to} --size {MESSAGE} -n {messages} --events --verify {}",
+        "matrix HOST --memory {from} --peer-memory {to} --size {MESSAGE} -n {messages} --depth {depth} --events --verify {}",
         group.options()
     );
     let host = if group == Group::Tcp { OVER_NIC } else { HOST };
