@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The life of the Debian packages on a clean Debian: installed, used in a guest, built for the next kernel, and purged.
+//! The life of the Debian packages on a clean Debian: installed, used in a guest, in a long run also built for the next kernel, and purged.
 //!
 //! The machine is a folder. Commands run in it by `chroot`, and guests boot from it with its own init. A guest's changes
 //! are dropped after the boot.
@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::in_time;
+use p2pmem_guest::limits::is_long;
 use p2pmem_vm::dmesg;
 use p2pmem_vm::kernel::{self, write_vmlinux};
 use p2pmem_vm::process::{Process, Stdin};
@@ -83,6 +84,8 @@ fn life() -> Result<()> {
 
     if next == release {
         println!("packages: {release} is of the newest series, so the upgrade of the kernel is not tested");
+    } else if !is_long() {
+        println!("packages: the upgrade of the kernel, which takes five minutes, is part of a long run");
     } else {
         upgrade(&machine, &release, &next)?;
     }
