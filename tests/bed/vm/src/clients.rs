@@ -76,6 +76,8 @@ pub struct Client {
     pub race: Option<String>,
     /// The reason why the client runs only in a long run.
     pub long_only: Option<String>,
+    /// The reason why the client runs on the debug kernel only in a long run.
+    pub debug_long_only: Option<String>,
 }
 
 /// The expected result of a client.
@@ -177,6 +179,7 @@ struct ClientText {
     ruins: bool,
     race: Option<String>,
     long_only: Option<String>,
+    debug_long_only: Option<String>,
 }
 
 /// A TCP port as a number, or a port of rdma_cm as `"rdma:7174"`.
@@ -302,16 +305,18 @@ impl Client {
             ruins: text.ruins,
             race: text.race,
             long_only: text.long_only,
+            debug_long_only: text.debug_long_only,
         })
     }
 
-    /// Returns why the client does not run, in a long run or in a short one.
-    pub fn skipped(&self, long: bool) -> Option<String> {
-        match (&self.expected, &self.long_only) {
-            (Expected::Skip { reason }, _) => Some(reason.clone()),
-            (Expected::End { .. }, Some(reason)) if !long => Some(format!("only in a long run: {reason}")),
-            _ => None,
+    /// Returns why the client does not run, in a long run or in a short one, on the debug kernel or on the stock kernel.
+    pub fn skipped(&self, long: bool, debug: bool) -> Option<String> {
+        if let Expected::Skip { reason } = &self.expected {
+            return Some(reason.clone());
         }
+        let on_debug = self.debug_long_only.as_ref().filter(|_| debug);
+        let reason = self.long_only.as_ref().or(on_debug).filter(|_| !long);
+        reason.map(|reason| format!("only in a long run: {reason}"))
     }
 
     /// Returns the command for [`CLIENT`].
@@ -584,6 +589,10 @@ mod tests {
         name = "slow"
         client = "slow"
         long_only = "it is slow"
+        [[client]]
+        name = "slow on debug"
+        client = "slow"
+        debug_long_only = "it is slow there"
     "#;
 
     fn outcome(code: i32, stdout: &str) -> Outcome {
@@ -609,6 +618,7 @@ mod tests {
             "rping",
             "other",
             "slow",
+            "slow on debug",
         ];
         assert_eq!(names.len(), all.len());
         assert!(all.iter().all(|name| names.contains(name)), "{names:?}");
@@ -749,13 +759,15 @@ mod tests {
     #[test]
     fn clients_that_do_not_run_have_a_reason() {
         let table = Table::parse("t", TABLE).unwrap();
-        let (bw, other, slow) = (&table.clients[0], &table.clients[5], &table.clients[6]);
-        for long in [false, true] {
-            assert_eq!(bw.skipped(long), None);
-            assert_eq!(other.skipped(long), Some("no such hardware".into()));
+        let skipped = |index: usize, long, debug| table.clients[index].skipped(long, debug);
+        for (long, debug) in [(false, false), (false, true), (true, false), (true, true)] {
+            assert_eq!(skipped(0, long, debug), None);
+            assert_eq!(skipped(5, long, debug), Some("no such hardware".into()));
+            assert_eq!(skipped(6, long, debug).is_some(), !long);
+            assert_eq!(skipped(7, long, debug).is_some(), !long && debug);
         }
-        assert_eq!(slow.skipped(true), None);
-        let reason = slow.skipped(false).unwrap();
+        let slow = &table.clients[6];
+        let reason = slow.skipped(false, false).unwrap();
         let report = slow.not_chosen(&reason);
         assert!(report.ok.is_none() && report.got == "skipped", "{report:?}");
         assert_eq!(report.expected, "skip: only in a long run: it is slow");

@@ -54,7 +54,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 clients::Kernels::Debug(why) => Kernels::Debug(why),
             };
             let client = &table.clients[index];
-            if let Some(reason) = client.skipped(is_long()) {
+            if let Some(reason) = client.skipped(is_long(), bed.name == DEBUG) {
                 // It shows as ignored, and is in the report if other clients of the kernel are.
                 add(bed, reports, &table.name, client.not_chosen(&reason))?;
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
