@@ -77,11 +77,15 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     }
     let (own, reports) = (bed.clone(), reports.clone());
     let kernels = Kernels::Stock("these programs test the NIC model, and do not use the module");
-    trials.push(
-        bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
-            pyverbs(&own, &reports, attempt)
-        }),
-    );
+    let all = bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
+        pyverbs(&own, &reports, attempt)
+    });
+    // Hundreds of tests, of minutes.
+    trials.push(if is_long() {
+        all
+    } else {
+        all.with_kind("skipped: only in a long run").with_ignored_flag(true)
+    });
     Ok(trials)
 }
 
