@@ -106,7 +106,8 @@ mod tests {
             "bits of the reference",
             "Loss of synchronous training on 2 ranks",
             "<svg",
-            "mooncake", "both are right",
+            "mooncake",
+            "both are right",
             "Bytes of the busiest of 2 nodes",
         ] {
             assert!(full.contains(part), "{part} is not in {full}");

@@ -109,7 +109,10 @@ pub fn judge(jobs: &[Job]) -> Vec<String> {
             failures.push(format!("Slurm, {}: not {}", job.name, job.expected));
         }
         if job.buffers_left != Some(0) {
-            failures.push(format!("Slurm, {}: buffers that are left: {:?}", job.name, job.buffers_left));
+            failures.push(format!(
+                "Slurm, {}: buffers that are left: {:?}",
+                job.name, job.buffers_left
+            ));
         }
     }
     if jobs.is_empty() {
@@ -128,7 +131,8 @@ pub fn cells(jobs: &[Job]) -> Vec<Vec<String>> {
             job.name.to_owned(),
             job.expected.to_owned(),
             if job.happened { "yes" } else { "no" }.to_owned(),
-            job.buffers_left.map_or_else(|| "-".to_owned(), |count| count.to_string()),
+            job.buffers_left
+                .map_or_else(|| "-".to_owned(), |count| count.to_string()),
         ]
     };
     jobs.iter().map(row).collect()
@@ -175,7 +179,10 @@ pub(crate) mod tests {
             judge(&[job])
         };
         assert!(failures(|_| {}).is_empty());
-        assert_eq!(failures(|job| job.happened = false), ["Slurm, two jobs: not both are right"]);
+        assert_eq!(
+            failures(|job| job.happened = false),
+            ["Slurm, two jobs: not both are right"]
+        );
         assert!(failures(|job| job.buffers_left = Some(1))[0].contains("Some(1)"));
         assert!(failures(|job| job.buffers_left = None)[0].contains("None"));
         assert_eq!(judge(&[]), ["no job of Slurm ran"]);

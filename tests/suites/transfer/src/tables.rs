@@ -169,6 +169,10 @@ mod tests {
             ..Report::default()
         };
         let lines = formula(&report);
-        assert_eq!(lines.last().map(|line| line.trim_end()), Some("sockets  ppkkkkRRR"), "{lines:?}");
+        assert_eq!(
+            lines.last().map(|line| line.trim_end()),
+            Some("sockets  ppkkkkRRR"),
+            "{lines:?}"
+        );
     }
 }
