@@ -419,6 +419,7 @@ mod tests {
         batch: 48,
         rate: 0.2,
         hidden: 12,
+        layers: 2,
         seed: 3,
     };
 

@@ -58,9 +58,13 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 0.5)]
     pub rate: f32,
 
-    /// Units of the hidden layer.
+    /// Units of each hidden layer.
     #[arg(long, value_name = "COUNT", default_value_t = 32)]
     pub hidden: usize,
+
+    /// Layers of the network: the hidden ones and the output layer.
+    #[arg(long, value_name = "COUNT", default_value_t = 2)]
+    pub layers: usize,
 
     /// Seed of the first parameters and of the order of the samples.
     #[arg(long, default_value_t = 1)]
@@ -75,6 +79,7 @@ impl TrainingArgs {
             batch: self.batch,
             rate: self.rate,
             hidden: self.hidden,
+            layers: self.layers,
             seed: self.seed,
         }
     }

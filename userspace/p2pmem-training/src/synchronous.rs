@@ -226,6 +226,7 @@ mod tests {
         batch: 97,
         rate: 0.4,
         hidden: 12,
+        layers: 2,
         seed: 3,
     };
 
