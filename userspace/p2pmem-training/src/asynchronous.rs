@@ -19,7 +19,7 @@
 //! its staleness is the number of updates that the server has added since.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::{bail, ensure, Context, Result};
 use p2pmem_collectives::communicator::Members;
@@ -30,14 +30,13 @@ use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
 use crate::digits::Digits;
-use crate::outcome::{floats, Outcome};
+use crate::outcome::{bytes, floats, Outcome};
+use crate::ranks::{stop, Wait};
 use crate::settings::{Batches, Settings};
 use crate::state::PAGE;
 
 /// The rank of the parameter server.
 pub const SERVER: usize = 0;
-/// Longest sleep while nothing happens. Limits the time until the failure of another rank is noticed.
-const MAX_SLEEP: Duration = Duration::from_millis(50);
 
 /// Where a rank has what. All ranks have the same places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,48 +115,6 @@ pub struct Served {
     pub staleness: Staleness,
 }
 
-/// What a rank waits for, and since when.
-struct Patience<'a, M> {
-    members: &'a M,
-    limit: Duration,
-    moved: Instant,
-}
-
-impl<'a, M: Members> Patience<'a, M> {
-    fn new(members: &'a M, limit: Duration) -> Self {
-        let moved = Instant::now();
-        Self { members, limit, moved }
-    }
-
-    /// Adds events, or waits for a short time if there are none. Fails if a rank has failed, or nothing happened within the limit;
-    /// `what` says what is missing.
-    fn poll<T: Transport>(
-        &mut self,
-        transport: &mut T,
-        events: &mut Vec<Event>,
-        what: impl Fn() -> String,
-    ) -> Result<()> {
-        transport.poll(events)?;
-        if !events.is_empty() {
-            self.moved = Instant::now();
-            return Ok(());
-        }
-        self.members.check()?;
-        if self.moved.elapsed() > self.limit {
-            bail!("nothing happened for {:?}: {}", self.limit, what());
-        }
-        transport.wait(MAX_SLEEP)
-    }
-}
-
-/// Informs all ranks why this one stops. Returns the failure of another rank instead, if there is one.
-fn stop<M: Members>(members: &M, error: anyhow::Error) -> anyhow::Error {
-    match members.stop(&format!("{error:#}")) {
-        Err(failure) => failure.into(),
-        Ok(()) => error,
-    }
-}
-
 /// The server's view of a worker.
 #[derive(Debug, Clone, Copy, Default)]
 struct Worker {
@@ -227,12 +184,7 @@ impl Training<'_> {
         let network = self.settings.network();
         let batches = Batches::new(self.settings, self.digits.training.len());
         let total = self.updates(&batches);
-        let initial: Vec<u8> = network
-            .initial(self.settings.seed)
-            .iter()
-            .flat_map(|value| value.to_le_bytes())
-            .collect();
-        self.write(0, &initial)?;
+        self.write(0, &bytes(&network.initial(self.settings.seed)))?;
 
         let mut workers = vec![Worker::default(); ranks];
         let expected = |worker: usize| batches_of(total, worker, ranks);
@@ -241,7 +193,7 @@ impl Training<'_> {
         let (mut version, mut losses) = (0_u64, Vec::new());
         let (mut sum, mut most) = (0_u64, 0);
         let mut events = Vec::new();
-        let mut patience = Patience::new(members, self.limit);
+        let mut wait = Wait::new(members, self.limit);
         while version < total || workers.iter().any(|worker| worker.sending > 0) {
             let next = arrived.front().copied();
             if let Some((from, computed)) = next.filter(|(from, _)| workers[*from].sending < u64::from(self.window)) {
@@ -283,7 +235,7 @@ impl Training<'_> {
                 if version % batches.per_epoch() == 0 {
                     losses.push(network.score(&floats(&self.read(0)?), &self.digits.training).loss);
                     // Workers did not make this rank wait.
-                    patience.moved = Instant::now();
+                    wait.moved();
                 }
             }
             let missing = || {
@@ -295,7 +247,7 @@ impl Training<'_> {
                 }
             };
             if arrived.is_empty() || workers[arrived[0].0].sending >= u64::from(self.window) {
-                patience.poll(transport, &mut events, missing)?;
+                wait.poll(transport, &mut events, missing)?;
             } else {
                 transport.poll(&mut events)?;
             }
@@ -338,7 +290,7 @@ impl Training<'_> {
         let window = u64::from(self.window);
         let (mut replies, mut completed, mut version) = (0_u64, 0_u64, 0_u32);
         let mut events = Vec::new();
-        let mut patience = Patience::new(members, self.limit);
+        let mut wait = Wait::new(members, self.limit);
         // One turn more than updates waits for the last replies.
         for number in 0..=count {
             let needed = if number < count {
@@ -351,7 +303,7 @@ impl Training<'_> {
                 // What has arrived is taken also if nothing is needed.
                 if replies < needed || completed < needed {
                     let missing = || format!("{} did not reply to update {replies}", members.name(SERVER));
-                    patience.poll(transport, &mut events, missing)?;
+                    wait.poll(transport, &mut events, missing)?;
                 } else {
                     transport.poll(&mut events)?;
                 }
@@ -396,7 +348,7 @@ impl Training<'_> {
                 members.name(SERVER)
             );
             members.check()?;
-            patience.moved = Instant::now();
+            wait.moved();
         }
         Ok(count)
     }
@@ -419,6 +371,7 @@ mod tests {
         batch: 48,
         rate: 0.2,
         hidden: 12,
+        layers: 2,
         seed: 3,
     };
 

@@ -17,12 +17,14 @@ use anyhow::{ensure, Context, Result};
 use p2pmem::DirectOptions;
 use p2pmem_verbs::Span;
 
-use crate::state::{Header, Layout};
+use crate::settings::MAX_PARAMETERS;
+use crate::state::{Header, Layout, PAGE};
 
 /// Number of slots.
 const SLOTS: u64 = 2;
 /// Most bytes that [`show`] reads: two slots of the largest network.
 const LARGEST: u64 = 4 << 20;
+const _: () = assert!(SLOTS * (2 * PAGE + 4 * MAX_PARAMETERS as u64) <= LARGEST);
 
 /// The checkpoints of a training, and the memory that has its state at the start.
 #[derive(Debug)]
@@ -169,10 +171,10 @@ pub fn show(path: &Path) -> Result<Option<Header>> {
     file.take(LARGEST).read_to_end(&mut bytes).with_context(what)?;
     let first = Header::decode_state(&bytes);
     // If the first slot is torn, only its own header can say where the second one begins; so each page is tried.
-    let others = bytes.chunks(crate::state::PAGE as usize).enumerate().skip(1);
+    let others = bytes.chunks(PAGE as usize).enumerate().skip(1);
     let second = others
         .filter(|(_, page)| Header::decode(page).is_some())
-        .find_map(|(number, _)| Header::decode_state(&bytes[number * crate::state::PAGE as usize..]));
+        .find_map(|(number, _)| Header::decode_state(&bytes[number * PAGE as usize..]));
     Ok([first, second]
         .into_iter()
         .flatten()

@@ -10,6 +10,7 @@ use p2pmem_collectives::schedule::{Algorithm, MAX_RANKS};
 use p2pmem_payload::kind::MemoryKind;
 use p2pmem_payload::value::{seconds, size};
 
+use crate::pipeline::MAX_MICROBATCHES;
 use crate::settings::{Settings, MAX_EPOCHS};
 
 /// Train a small network on handwritten digits, with gradients and parameters in accelerator memory.
@@ -37,6 +38,8 @@ pub enum Command {
     Sync(SyncArgs),
     /// Train as a rank of a job: rank 0 is the parameter server, the others work without waiting for each other.
     Async(AsyncArgs),
+    /// Train as a rank of a job: each rank has consecutive layers of the network, and passes microbatches on.
+    Pipeline(PipelineArgs),
     /// Compute on one processor what `sync` computes on several ranks. The result has the same bits.
     Reference(ReferenceArgs),
     /// Print the newest valid checkpoint of a file.
@@ -58,9 +61,13 @@ pub struct TrainingArgs {
     #[arg(long, default_value_t = 0.5)]
     pub rate: f32,
 
-    /// Units of the hidden layer.
+    /// Units of each hidden layer.
     #[arg(long, value_name = "COUNT", default_value_t = 32)]
     pub hidden: usize,
+
+    /// Layers of the network: the hidden ones and the output layer.
+    #[arg(long, value_name = "COUNT", default_value_t = 2)]
+    pub layers: usize,
 
     /// Seed of the first parameters and of the order of the samples.
     #[arg(long, default_value_t = 1)]
@@ -75,6 +82,7 @@ impl TrainingArgs {
             batch: self.batch,
             rate: self.rate,
             hidden: self.hidden,
+            layers: self.layers,
             seed: self.seed,
         }
     }
@@ -160,6 +168,28 @@ pub struct AsyncArgs {
     /// Updates that a worker sends before the first reply.
     #[arg(long, value_name = "COUNT", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub window: u32,
+}
+
+/// Options of a pipeline.
+#[derive(Debug, Clone, Args)]
+pub struct PipelineArgs {
+    /// What is trained.
+    #[command(flatten)]
+    pub training: TrainingArgs,
+
+    /// NIC and memory.
+    #[command(flatten)]
+    pub rank: RankArgs,
+
+    /// Equal parts of a batch, which the stages compute at the same time.
+    #[arg(long, value_name = "COUNT", default_value_t = 4,
+          value_parser = clap::value_parser!(u32).range(1..=MAX_MICROBATCHES as i64))]
+    pub microbatches: u32,
+
+    /// Least time of the computation of a microbatch in one direction: stands for a slower accelerator, to measure the bubble where ranks
+    /// share processors.
+    #[arg(long, value_name = "MILLISECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
+    pub stage_time: u64,
 }
 
 /// Options of a reference.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Data-parallel training between the ranks of a job: gradients and parameters are in accelerator memory, RDMA moves them, and the
-//! accelerators' engines add them. The processor of each rank computes gradients.
+//! Data-parallel and pipeline-parallel training between the ranks of a job: gradients and parameters are in accelerator memory, RDMA moves
+//! them, and the accelerators' engines add them. The processor of each rank computes gradients.
 //!
 //! | module | contents |
 //! |---|---|
@@ -10,6 +10,7 @@
 //! | [`state`], [`checkpoint`] | parameters with a header: in memory, and on a drive |
 //! | [`mod@reference`] | what several ranks compute, computed by one processor |
 //! | [`synchronous`], [`asynchronous`] | training with an allreduce in each iteration, or with a parameter server |
+//! | [`schedule`], [`pipeline`] | training with consecutive layers on each rank, and in which order the ranks compute |
 //! | [`cli`], [`run`], [`report`] | the program |
 
 pub mod asynchronous;
@@ -20,10 +21,13 @@ pub mod digits;
 mod local;
 pub mod network;
 pub mod outcome;
+pub mod pipeline;
 mod random;
+mod ranks;
 pub mod reference;
 pub mod report;
 pub mod run;
+pub mod schedule;
 pub mod settings;
 pub mod state;
 pub mod synchronous;
@@ -42,6 +46,7 @@ pub fn main(open_engine: OpenEngine<'_>) -> ExitCode {
     let result = match &cli.command {
         Command::Sync(args) => run::synchronous(args, open_engine, cli.json, &mut out),
         Command::Async(args) => run::asynchronous(args, open_engine, cli.json, &mut out),
+        Command::Pipeline(args) => run::pipeline(args, open_engine, cli.json, &mut out),
         Command::Reference(args) => run::reference(args, cli.json, &mut out),
         Command::Checkpoint(args) => run::checkpoint(args, cli.json, &mut out),
     };

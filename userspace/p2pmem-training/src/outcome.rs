@@ -29,6 +29,11 @@ pub fn floats(bytes: &[u8]) -> Vec<f32> {
         .collect()
 }
 
+/// Returns the little-endian bytes of numbers.
+pub fn bytes(numbers: &[f32]) -> Vec<u8> {
+    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+}
+
 impl Outcome {
     /// Returns the result of a training with these losses and last parameters.
     pub fn new(settings: &Settings, digits: &Digits, losses: Vec<f64>, parameters: &[u8]) -> Self {

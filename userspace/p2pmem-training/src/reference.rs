@@ -8,7 +8,7 @@ use p2pmem_collectives::element::{combine, Element, Reduction};
 use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
 
 use crate::digits::Digits;
-use crate::outcome::{floats, Outcome};
+use crate::outcome::{bytes, floats, Outcome};
 use crate::settings::{share, Batches, Settings};
 use crate::state::Layout;
 
@@ -38,11 +38,7 @@ pub fn train(settings: &Settings, digits: &Digits, ranks: usize, algorithm: Algo
     let call = allreduce(algorithm, &Layout::new(network.parameters()));
     let plan = Plan::new(call, Ring::by_rank(ranks), CHUNK).map_err(anyhow::Error::msg)?;
     let mut batches = Batches::new(settings, digits.training.len());
-    let mut parameters: Vec<u8> = network
-        .initial(settings.seed)
-        .iter()
-        .flat_map(|value| value.to_le_bytes())
-        .collect();
+    let mut parameters = bytes(&network.initial(settings.seed));
     let per_epoch = batches.per_epoch();
     let mut losses = Vec::new();
     for iteration in 0..per_epoch * u64::from(settings.epochs) {

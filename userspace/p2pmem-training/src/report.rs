@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::asynchronous::Staleness;
 use crate::outcome::Outcome;
+use crate::pipeline::{Pipeline, Trained};
 use crate::settings::Settings;
 
 /// Version of the members of the JSON output.
@@ -22,7 +23,9 @@ pub enum Mode {
     Synchronous,
     /// With a parameter server.
     Asynchronous,
-    /// The result of a synchronous training, computed by one processor.
+    /// With stages of consecutive layers on the ranks.
+    Pipeline,
+    /// The result of another training, computed by one processor.
     Reference,
 }
 
@@ -32,9 +35,73 @@ impl Mode {
         match self {
             Self::Synchronous => "synchronous",
             Self::Asynchronous => "asynchronous",
+            Self::Pipeline => "pipeline",
             Self::Reference => "reference",
         }
     }
+}
+
+/// Bytes of payload, counted and by the formula.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Traffic {
+    /// Bytes that the rank sent.
+    pub bytes: u64,
+    /// The bytes by the formula.
+    pub formula: u64,
+}
+
+/// What a rank of a pipeline did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StageReport {
+    /// The number of the first layer, from 0.
+    pub first_layer: usize,
+    /// Number of layers.
+    pub layers: usize,
+    /// Number of parameters of these layers.
+    pub parameters: usize,
+    /// Outputs for the next rank. The formula is microbatch x width x 4 for each microbatch.
+    pub forward: Traffic,
+    /// Gradients for the rank before. The formula is the same one.
+    pub backward: Traffic,
+    /// Bytes of parameters that the rank sent after epochs, for the loss and the result.
+    pub collected: u64,
+    /// Seconds in which the rank computed microbatches, by its own clock.
+    pub busy_seconds: f64,
+}
+
+impl StageReport {
+    /// Returns the report of a rank.
+    pub fn new(pipeline: &Pipeline, trained: &Trained, rank: usize, ranks: usize) -> Self {
+        let formula = pipeline.formula(trained.batches);
+        let traffic = |bytes, sends: bool| Traffic {
+            bytes,
+            formula: if sends { formula } else { 0 },
+        };
+        Self {
+            first_layer: trained.layers.start,
+            layers: trained.layers.len(),
+            parameters: trained.parameters,
+            forward: traffic(trained.forward, rank + 1 < ranks),
+            backward: traffic(trained.backward, rank > 0),
+            collected: trained.collected,
+            busy_seconds: trained.busy.as_secs_f64(),
+        }
+    }
+}
+
+/// How the stages of a pipeline worked together.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PipelineReport {
+    /// Microbatches of a batch.
+    pub microbatches: usize,
+    /// Least milliseconds of the computation of a microbatch in one direction.
+    pub stage_time_ms: u64,
+    /// Seconds of all batches without their updates, from the first action to the last one of rank 0, by its clock.
+    pub batch_seconds: f64,
+    /// The part of this time in which stages computed nothing, from 0 to 1: 1 - busy time of all ranks / (ranks x `batch_seconds`).
+    pub bubble: f64,
+    /// The bubble by the formula: (p - 1) / (m + p - 1) for p ranks and m microbatches.
+    pub bubble_formula: f64,
 }
 
 /// What a rank used.
@@ -52,6 +119,9 @@ pub struct RankReport {
     pub sent: u64,
     /// The digest of the rank's result, in a synchronous training.
     pub digest: Option<String>,
+    /// The stage of the rank, in a pipeline.
+    #[serde(default)]
+    pub stage: Option<StageReport>,
 }
 
 /// The report of a training.
@@ -78,6 +148,9 @@ pub struct TrainingReport {
     pub resumed_at: Option<u64>,
     /// Checkpoints of this run.
     pub checkpoints: u64,
+    /// The stages, in a pipeline.
+    #[serde(default)]
+    pub pipeline: Option<PipelineReport>,
     /// Seconds of the training, without its preparation.
     pub seconds: f64,
     /// The ranks; empty for a reference.
@@ -114,6 +187,27 @@ pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
             rank.provider.as_deref().unwrap_or("host memory"),
             rank.engine.as_deref().unwrap_or("no engine"),
             human_size(rank.sent)
+        )?;
+        if let Some(stage) = &rank.stage {
+            let last = stage.first_layer + stage.layers - 1;
+            writeln!(
+                out,
+                "  layers {} to {last}: {} parameters; forward {} bytes (formula {}), backward {} bytes (formula {}), busy {:.3} s",
+                stage.first_layer,
+                stage.parameters,
+                stage.forward.bytes,
+                stage.forward.formula,
+                stage.backward.bytes,
+                stage.backward.formula,
+                stage.busy_seconds
+            )?;
+        }
+    }
+    if let Some(pipeline) = &report.pipeline {
+        writeln!(
+            out,
+            "bubble: {:.3} of {:.3} s; formula {:.3} for {} stages and {} microbatches",
+            pipeline.bubble, pipeline.batch_seconds, pipeline.bubble_formula, report.ranks, pipeline.microbatches
         )?;
     }
     if let Some(iteration) = report.resumed_at {

@@ -16,13 +16,16 @@ use p2pmem_collectives::schedule::Ring;
 use p2pmem_collectives::transport::verbs::Verbs;
 use p2pmem_payload::memory::MemoryOptions;
 
-use crate::asynchronous::{self, Places, SERVER};
+use crate::asynchronous::{self, SERVER};
 use crate::checkpoint::{show, Checkpoints};
-use crate::cli::{AsyncArgs, CheckpointArgs, RankArgs, ReferenceArgs, SyncArgs};
+use crate::cli::{AsyncArgs, CheckpointArgs, PipelineArgs, RankArgs, ReferenceArgs, SyncArgs};
 use crate::digits::Digits;
 use crate::outcome::Outcome;
+use crate::pipeline::{self, Pipeline, Places};
+use crate::ranks::agree;
 use crate::reference;
-use crate::report::{print, Mode, RankReport, TrainingReport, SCHEMA};
+use crate::report::{print, Mode, PipelineReport, RankReport, StageReport, TrainingReport, SCHEMA};
+use crate::schedule::{bubble, bubble_formula};
 use crate::state::Layout;
 use crate::synchronous::{Saving, Training};
 
@@ -37,11 +40,11 @@ fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Res
     Ok(())
 }
 
-/// Joins the group of the job, and connects to all ranks with memory of `bytes` bytes, which depends on the number of ranks.
+/// Joins the group of the job, and connects to all ranks with memory of `bytes` bytes, which depends on the group.
 fn join(
     args: &RankArgs,
     open_engine: OpenEngine<'_>,
-    bytes: impl Fn(usize) -> Result<u64>,
+    bytes: impl Fn(&Group) -> Result<u64>,
     depth: u32,
 ) -> Result<(Group, Connected)> {
     let options = GroupOptions {
@@ -57,7 +60,7 @@ fn join(
                 provider: args.device.as_deref(),
                 device: &args.dev_path,
             },
-            bytes: bytes(group.ranks())?,
+            bytes: bytes(&group)?,
             ring: &[],
         };
         let placement = Placement::agree(&group, &wanted, args.timeout)?;
@@ -97,7 +100,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         window: args.window,
     };
     sizes.check()?;
-    let memory = |ranks| Ok(sizes.memory(ranks));
+    let memory = |group: &Group| Ok(sizes.memory(group.ranks()));
     let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
     let Connected {
         placement,
@@ -153,6 +156,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         engine: Some(communicator.engine().name().to_owned()),
         sent: trained.sent,
         digest: Some(trained.outcome.digest.clone()),
+        stage: None,
     };
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
     for other in &rank_reports {
@@ -178,6 +182,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         staleness: None,
         resumed_at: trained.resumed_at,
         checkpoints: trained.checkpoints,
+        pipeline: None,
         seconds,
         rank_reports,
     };
@@ -194,12 +199,13 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
     let digits = Digits::load();
     settings.check(digits.training.len())?;
     let parameters = settings.network().parameters();
-    let memory = |ranks: usize| {
+    let memory = |group: &Group| {
+        let ranks = group.ranks();
         ensure!(
             ranks > 1,
             "a parameter server needs at least one worker: start 2 ranks or more"
         );
-        Ok(Places::new(parameters, ranks, args.window).memory())
+        Ok(asynchronous::Places::new(parameters, ranks, args.window).memory())
     };
     let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
     let Connected {
@@ -236,6 +242,7 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
         engine: engine_name,
         sent: updates * 4 * parameters as u64,
         digest: None,
+        stage: None,
     };
     // The connections stay until all ranks have ended.
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
@@ -252,6 +259,83 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
         staleness: Some(served.staleness),
         resumed_at: None,
         checkpoints: 0,
+        pipeline: None,
+        seconds,
+        rank_reports,
+    };
+    write_report(&report, json, out)
+}
+
+/// Trains as a rank of a pipeline. Rank 0 prints.
+///
+/// # Errors
+///
+/// A rank failed, ranks have different options, or something is not available. The message says what to do.
+pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+    let limit = args.rank.timeout;
+    let pipeline = Pipeline {
+        settings: args.training.settings(),
+        microbatches: args.microbatches as usize,
+        stage_time_ms: args.stage_time,
+    };
+    let digits = Digits::load();
+    let memory = |group: &Group| {
+        agree(group, &serde_json::json!({ "pipeline": pipeline }), limit)?;
+        pipeline.check(group.ranks(), digits.training.len(), limit)?;
+        Ok(Places::new(&pipeline, group.ranks()).memory())
+    };
+    let (group, connected) = join(&args.rank, open_engine, memory, args.microbatches + CONTROL)?;
+    let Connected {
+        placement,
+        mut engine,
+        mut verbs,
+        base,
+    } = connected;
+    let (rank, ranks) = (group.rank(), group.ranks());
+    let provider = provider(&verbs);
+    let training = pipeline::Training {
+        pipeline: &pipeline,
+        digits: &digits,
+        span: verbs.memory().span().clone(),
+        limit,
+    };
+    let start = Instant::now();
+    let trained = training.run(&group, &mut verbs, &mut engine, base, &mut |_, _| Ok(()))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let own = RankReport {
+        name: group.name(rank).to_owned(),
+        nic: placement.nic.name().to_owned(),
+        provider,
+        engine: Some(engine.name().to_owned()),
+        sent: trained.forward + trained.backward + trained.collected,
+        digest: None,
+        stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
+    };
+    // The connections stay until all ranks have ended.
+    let rank_reports = group.exchange_values(&own, limit)?;
+    group.leave(limit)?;
+    let Some(outcome) = trained.outcome else { return Ok(()) };
+    let stages = rank_reports.iter().filter_map(|rank| rank.stage.as_ref());
+    let busy: f64 = stages.map(|stage| stage.busy_seconds).sum();
+    let batch_seconds = trained.duration.as_secs_f64();
+    let report = TrainingReport {
+        mode: Mode::Pipeline,
+        ranks,
+        algorithm: None,
+        settings: pipeline.settings,
+        parameters: pipeline.settings.network().parameters(),
+        updates: trained.batches,
+        outcome,
+        staleness: None,
+        resumed_at: None,
+        checkpoints: 0,
+        pipeline: Some(PipelineReport {
+            microbatches: pipeline.microbatches,
+            stage_time_ms: pipeline.stage_time_ms,
+            batch_seconds,
+            bubble: bubble(busy, ranks, batch_seconds),
+            bubble_formula: bubble_formula(ranks, pipeline.microbatches),
+        }),
         seconds,
         rank_reports,
     };
@@ -279,6 +363,7 @@ pub fn reference(args: &ReferenceArgs, json: bool, out: &mut dyn Write) -> Resul
         staleness: None,
         resumed_at: None,
         checkpoints: 0,
+        pipeline: None,
         seconds: start.elapsed().as_secs_f64(),
         rank_reports: Vec::new(),
     };

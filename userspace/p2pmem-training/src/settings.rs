@@ -13,6 +13,16 @@ use crate::random::Random;
 /// Most epochs: a checkpoint has the loss of each.
 pub const MAX_EPOCHS: u32 = 400;
 
+/// Most layers.
+pub const MAX_LAYERS: usize = 16;
+/// Most parameters: two checkpoints of this size are read at once.
+pub const MAX_PARAMETERS: usize = 500_000;
+
+/// The number of layers of a training that does not have this setting.
+fn two() -> usize {
+    2
+}
+
 /// Settings of a training.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
@@ -22,8 +32,11 @@ pub struct Settings {
     pub batch: usize,
     /// What the mean gradient of a batch is multiplied with.
     pub rate: f32,
-    /// Units of the hidden layer.
+    /// Units of each hidden layer.
     pub hidden: usize,
+    /// Layers: the hidden ones and the output layer.
+    #[serde(default = "two")]
+    pub layers: usize,
     /// Seed of the first parameters and of the order of the samples.
     pub seed: u64,
 }
@@ -47,7 +60,18 @@ impl Settings {
         );
         ensure!(
             (1..=4096).contains(&self.hidden),
-            "{} units of the hidden layer: 1 to 4096 are possible",
+            "{} units of a hidden layer: 1 to 4096 are possible",
+            self.hidden
+        );
+        ensure!(
+            (2..=MAX_LAYERS).contains(&self.layers),
+            "{} layers: 2 to {MAX_LAYERS} are possible",
+            self.layers
+        );
+        ensure!(
+            self.network().parameters() <= MAX_PARAMETERS,
+            "{} layers with {} units have more than {MAX_PARAMETERS} parameters",
+            self.layers,
             self.hidden
         );
         ensure!(
@@ -60,7 +84,10 @@ impl Settings {
 
     /// Returns the network.
     pub fn network(&self) -> Network {
-        Network { hidden: self.hidden }
+        Network {
+            hidden: self.hidden,
+            layers: self.layers,
+        }
     }
 
     /// Returns what a rank adds to the parameters for the sum of the gradients of its part of a batch.
@@ -74,7 +101,11 @@ impl Settings {
 
     /// Returns what identifies a training of `ranks` ranks: two trainings with the same value have the same result.
     pub fn fingerprint(&self, ranks: usize, algorithm: Algorithm) -> [u8; 32] {
-        let text = serde_json::json!({ "settings": self, "ranks": ranks, "algorithm": algorithm.name() });
+        let mut text = serde_json::json!({ "settings": self, "ranks": ranks, "algorithm": algorithm.name() });
+        if let Some(settings) = text["settings"].as_object_mut().filter(|_| self.layers == two()) {
+            // Checkpoints of versions without this setting stay valid.
+            settings.remove("layers");
+        }
         Sha256::digest(text.to_string()).into()
     }
 }
@@ -139,6 +170,7 @@ mod tests {
         batch: 10,
         rate: 0.5,
         hidden: 4,
+        layers: 2,
         seed: 1,
     };
 
@@ -183,6 +215,8 @@ mod tests {
         assert!(error(|settings| settings.epochs = 0).contains("0 epochs"));
         assert!(error(|settings| settings.batch = 46).contains("45 training samples"));
         assert!(error(|settings| settings.hidden = 0).contains("hidden layer"));
+        assert!(error(|settings| settings.layers = 1).contains("1 layers"));
+        assert!(error(|settings| (settings.hidden, settings.layers) = (600, 4)).contains("parameters"));
         assert!(error(|settings| settings.rate = f32::NAN).contains("positive number"));
     }
 
@@ -194,5 +228,17 @@ mod tests {
         assert_ne!(fingerprint, SETTINGS.fingerprint(2, Algorithm::Decentralized));
         let other = Settings { seed: 2, ..SETTINGS };
         assert_ne!(fingerprint, other.fingerprint(2, Algorithm::Ring));
+        let other = Settings { layers: 3, ..SETTINGS };
+        assert_ne!(fingerprint, other.fingerprint(2, Algorithm::Ring));
+    }
+
+    /// The value of the version that had only networks of two layers.
+    #[test]
+    fn a_network_of_two_layers_keeps_its_fingerprint() {
+        let fingerprint = hex::encode(SETTINGS.fingerprint(2, Algorithm::Ring));
+        assert_eq!(
+            fingerprint,
+            "2d72d3e8261f5d60b0e14742ba2801e03db1962d44366feecff32c426e54c4e1"
+        );
     }
 }

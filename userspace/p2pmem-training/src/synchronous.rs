@@ -16,7 +16,7 @@ use p2pmem_verbs::Span;
 
 use crate::checkpoint::Checkpoints;
 use crate::digits::Digits;
-use crate::outcome::{floats, Outcome};
+use crate::outcome::{bytes, floats, Outcome};
 use crate::reference::allreduce;
 use crate::settings::{share, Batches, Settings};
 use crate::state::{digest, Header, Layout};
@@ -102,10 +102,9 @@ impl Training<'_> {
         }
         let layout = self.layout();
         let initial = self.settings.network().initial(self.settings.seed);
-        let bytes: Vec<u8> = initial.iter().flat_map(|value| value.to_le_bytes()).collect();
         // The pages end after the parameters.
         self.span.try_write(0, &vec![0; layout.state() as usize])?;
-        self.span.try_write(layout.parameters_at() as usize, &bytes)?;
+        self.span.try_write(layout.parameters_at() as usize, &bytes(&initial))?;
         self.write_header(0, &[], ranks)?;
         Ok(None)
     }
@@ -180,8 +179,8 @@ impl Training<'_> {
             let values = floats(&self.parameters()?);
             let part = share(batches.batch(iteration), rank, ranks);
             let gradient = network.gradient(&values, &self.digits.training, part);
-            let bytes = self.settings.update(&gradient);
-            self.span.try_write(layout.gradient_at() as usize, &bytes)?;
+            let update_bytes = self.settings.update(&gradient);
+            self.span.try_write(layout.gradient_at() as usize, &update_bytes)?;
             self.span.flush();
             sent += communicator.call(call)?.sent;
             communicator.compute(update)?;
@@ -226,6 +225,7 @@ mod tests {
         batch: 97,
         rate: 0.4,
         hidden: 12,
+        layers: 2,
         seed: 3,
     };
 
