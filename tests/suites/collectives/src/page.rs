@@ -7,7 +7,7 @@ use p2pmem_perf::plot;
 use p2pmem_vm::page::{self, Bar};
 
 use crate::report::{self, Cost, Report};
-use crate::{kv, sgd, slurm};
+use crate::{kv, pipeline, sgd, slurm};
 
 /// Bars of the measured algorithms on a number of nodes.
 fn chart(costs: &[&Cost], value: impl Fn(&Cost) -> f64, text: impl Fn(f64) -> String) -> Markup {
@@ -66,6 +66,10 @@ pub fn page(report: &Report) -> String {
             (page::table(&sgd::HEADER, &sgd::cells(&report.sgd)))
             @for training in &report.sgd { (losses(training)) }
         }
+        @if !report.pipeline.is_empty() {
+            h2 { "Pipeline-parallel training" }
+            (page::table(&pipeline::HEADER, &pipeline::cells(&report.pipeline)))
+        }
         @if !report.kv.is_empty() {
             h2 { "Inference: the cache of keys and values between two nodes" }
             (page::table(&kv::HEADER, &kv::cells(&report.kv)))
@@ -99,6 +103,7 @@ mod tests {
         assert!(!empty.contains("<table>") && !empty.contains("<svg"));
         report.cost = vec![report::tests::ring()];
         report.sgd = vec![sgd::tests::good()];
+        report.pipeline = vec![pipeline::tests::good()];
         report.kv = vec![kv::tests::direct()];
         report.slurm = vec![slurm::tests::good()];
         let full = page(&report);
@@ -107,6 +112,8 @@ mod tests {
             "Loss of synchronous training on 2 ranks",
             "<svg",
             "mooncake",
+            "Pipeline-parallel training",
+            "Pipeline-parallel training",
             "both are right",
             "Bytes of the busiest of 2 nodes",
         ] {

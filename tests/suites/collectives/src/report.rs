@@ -8,6 +8,7 @@ use serde::Serialize;
 
 use crate::bed::NicBytes;
 use crate::kv::{self, Kv};
+use crate::pipeline::{self, Pipeline};
 use crate::sgd::{self, Sgd};
 use crate::slurm::{self, Job};
 
@@ -136,6 +137,8 @@ pub struct Report {
     pub baseline: Vec<Baseline>,
     /// Trainings.
     pub sgd: Vec<Sgd>,
+    /// Pipeline-parallel trainings.
+    pub pipeline: Vec<Pipeline>,
     /// The cache of keys and values of an inference on two nodes.
     pub kv: Vec<Kv>,
     /// Jobs of a Slurm cluster.
@@ -229,6 +232,7 @@ impl Report {
             failures.push("no ring was measured".to_owned());
         }
         failures.extend(sgd::judge(&self.sgd));
+        failures.extend(pipeline::judge(&self.pipeline));
         failures.extend(kv::judge(&self.kv));
         failures.extend(slurm::judge(&self.slurm));
         self.verdict.failures.extend(failures);
@@ -264,6 +268,7 @@ pub(crate) mod tests {
         let mut report = Report {
             cost: vec![cost],
             sgd: vec![sgd::tests::good()],
+            pipeline: vec![pipeline::tests::good()],
             kv: vec![kv::tests::direct()],
             slurm: vec![slurm::tests::good()],
             ..Report::default()

@@ -46,13 +46,17 @@ pub struct Sgd {
 }
 
 impl Sgd {
-    fn new(report: TrainingReport, nics: &[NicBytes]) -> Result<Self> {
+    pub(crate) fn new(report: TrainingReport, nics: &[NicBytes]) -> Result<Self> {
         let equals_reference = match report.mode {
             Mode::Synchronous => {
                 let expected = reference::train(&report.settings, &Digits::load(), report.ranks, Algorithm::Ring)?;
                 Some(expected == report.outcome)
             }
             Mode::Asynchronous => None,
+            // The stages add gradients in the order of the samples, as one processor does.
+            Mode::Pipeline => {
+                Some(reference::train(&report.settings, &Digits::load(), 1, Algorithm::Ring)? == report.outcome)
+            }
             Mode::Reference => anyhow::bail!("a reference is no training between nodes"),
         };
         let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
@@ -71,8 +75,17 @@ impl Sgd {
     }
 
     /// Returns the loss after the last epoch.
-    fn last_loss(&self) -> f64 {
+    pub(crate) fn last_loss(&self) -> f64 {
         self.losses.last().copied().unwrap_or(self.initial_loss)
+    }
+
+    /// Returns the comparison with the reference, as a cell of a table.
+    pub(crate) fn bits(&self) -> &'static str {
+        match self.equals_reference {
+            Some(true) => "the same",
+            Some(false) => "others",
+            None => "-",
+        }
     }
 
     fn name(&self) -> String {
@@ -89,15 +102,30 @@ pub fn measure(bed: &mut Bed) -> Result<Vec<Sgd>> {
     let program = tool("p2pmem-training-accel")?;
     let mut trainings = Vec::new();
     for (mode, nodes) in RUNS {
-        let (text, nics) = bed.run(
-            nodes,
-            &format!("{program} --json {mode} --memory accelerator --epochs {EPOCHS}"),
-        )?;
-        let report: TrainingReport =
-            serde_json::from_str(&text).with_context(|| format!("the report of {mode}: {text}"))?;
+        let (report, nics) = run(bed, &program, mode, nodes, EPOCHS)?;
         trainings.push(Sgd::new(report, &nics).with_context(|| format!("{mode} on {nodes} nodes"))?);
     }
     Ok(trainings)
+}
+
+/// Runs a training on the first nodes. Returns its report, and what their NICs counted.
+///
+/// # Errors
+///
+/// A node fails, or the report cannot be read.
+pub fn run(
+    bed: &mut Bed,
+    program: &str,
+    mode: &str,
+    nodes: usize,
+    epochs: u32,
+) -> Result<(TrainingReport, Vec<NicBytes>)> {
+    let (text, nics) = bed.run(
+        nodes,
+        &format!("{program} --json {mode} --memory accelerator --epochs {epochs}"),
+    )?;
+    let report = serde_json::from_str(&text).with_context(|| format!("the report of {mode}: {text}"))?;
+    Ok((report, nics))
 }
 
 /// Returns a failure for each aim that is not met.
@@ -150,12 +178,7 @@ pub fn cells(trainings: &[Sgd]) -> Vec<Vec<String>> {
             format!("{:.3}", training.initial_loss),
             format!("{:.3}", training.last_loss()),
             format!("{:.1} %", 100.0 * training.accuracy),
-            match training.equals_reference {
-                Some(true) => "the same",
-                Some(false) => "others",
-                None => "-",
-            }
-            .to_owned(),
+            training.bits().to_owned(),
             format!("{:.4}", training.host_bytes_per_byte),
         ]
     };
@@ -192,6 +215,7 @@ pub(crate) mod tests {
             batch: 96,
             rate: 0.5,
             hidden: 4,
+            layers: 2,
             seed: 1,
         };
         let outcome = reference::train(&settings, &Digits::load(), 2, Algorithm::Ring).unwrap();
@@ -207,6 +231,7 @@ pub(crate) mod tests {
             resumed_at: None,
             checkpoints: 0,
             seconds: 1.0,
+            pipeline: None,
             rank_reports: Vec::new(),
         };
         let nics = [NicBytes {

@@ -16,7 +16,7 @@ use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
 use p2pmem_collectives_suite::bed::{Bed, NicBytes};
 use p2pmem_collectives_suite::page::page;
 use p2pmem_collectives_suite::report::{Baseline, COST_HEADER, Cost, Report};
-use p2pmem_collectives_suite::{kv, sgd, slurm};
+use p2pmem_collectives_suite::{kv, pipeline, sgd, slurm};
 use p2pmem_vm::demo::{self, Places, Step};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
@@ -163,6 +163,9 @@ fn training(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let _step = Step::begin("4. Training: gradients and parameters in accelerators, which add them");
     report.sgd = sgd::measure(bed)?;
     print(sgd::table(&report.sgd));
+    println!("   The same with a stage of the network on each node:");
+    report.pipeline = pipeline::measure(bed)?;
+    print(pipeline::table(&report.pipeline));
     Ok(())
 }
 
