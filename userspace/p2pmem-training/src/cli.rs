@@ -40,7 +40,10 @@ pub enum Command {
     Async(AsyncArgs),
     /// Train as a rank of a job: each rank has consecutive layers of the network, and passes microbatches on.
     Pipeline(PipelineArgs),
-    /// Compute on one processor what `sync` computes on several ranks. The result has the same bits.
+    /// Train as a rank of a job: each rank has a part of every layer, and an allreduce adds outputs and gradients.
+    Tensor(TensorArgs),
+    /// Compute on one processor what `sync` or `tensor` compute on several ranks. The result has the same bits. `pipeline` has those of
+    /// one rank.
     Reference(ReferenceArgs),
     /// Print the newest valid checkpoint of a file.
     Checkpoint(CheckpointArgs),
@@ -117,6 +120,22 @@ pub struct RankArgs {
     pub timeout: Duration,
 }
 
+/// Options of an allreduce.
+#[derive(Debug, Clone, Copy, Args)]
+pub struct AllreduceArgs {
+    /// How an allreduce moves what the ranks add.
+    #[arg(long, value_enum, default_value = "ring")]
+    pub algorithm: Algorithm,
+
+    /// Most bytes of a piece: a piece is reduced while others are in flight.
+    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "64K")]
+    pub chunk: u64,
+
+    /// Most pieces at the same time.
+    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub window: u32,
+}
+
 /// Options of a synchronous training.
 #[derive(Debug, Clone, Args)]
 pub struct SyncArgs {
@@ -128,17 +147,9 @@ pub struct SyncArgs {
     #[command(flatten)]
     pub rank: RankArgs,
 
-    /// How the allreduce moves gradients.
-    #[arg(long, value_enum, default_value = "ring")]
-    pub algorithm: Algorithm,
-
-    /// Most bytes of a piece: a piece is reduced while others are in flight.
-    #[arg(long, value_name = "SIZE", value_parser = size, default_value = "64K")]
-    pub chunk: u64,
-
-    /// Most pieces at the same time.
-    #[arg(long, value_name = "COUNT", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
-    pub window: u32,
+    /// The allreduce of gradients.
+    #[command(flatten)]
+    pub allreduce: AllreduceArgs,
 
     /// File or block device on which rank 0 writes checkpoints; accelerator memory is written by the drive itself.
     #[arg(long, value_name = "FILE")]
@@ -192,6 +203,22 @@ pub struct PipelineArgs {
     pub stage_time: u64,
 }
 
+/// Options of a tensor-parallel training.
+#[derive(Debug, Clone, Args)]
+pub struct TensorArgs {
+    /// What is trained. The number of layers is even.
+    #[command(flatten)]
+    pub training: TrainingArgs,
+
+    /// NIC and memory.
+    #[command(flatten)]
+    pub rank: RankArgs,
+
+    /// The allreduce of outputs and gradients.
+    #[command(flatten)]
+    pub allreduce: AllreduceArgs,
+}
+
 /// Options of a reference.
 #[derive(Debug, Clone, Args)]
 pub struct ReferenceArgs {
@@ -202,6 +229,10 @@ pub struct ReferenceArgs {
     /// Number of ranks whose result is computed.
     #[arg(long, value_name = "COUNT", default_value_t = 2, value_parser = ranks)]
     pub ranks: usize,
+
+    /// Compute what `tensor` computes.
+    #[arg(long)]
+    pub tensor: bool,
 
     /// The algorithm of the allreduce, which decides the order of additions.
     #[arg(long, value_enum, default_value = "ring")]

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Data-parallel and pipeline-parallel training between the ranks of a job: gradients and parameters are in accelerator memory, RDMA moves
+//! Data-, pipeline-, and tensor-parallel training between the ranks of a job: gradients and parameters are in accelerator memory, RDMA moves
 //! them, and the accelerators' engines add them. The processor of each rank computes gradients.
 //!
 //! | module | contents |
@@ -11,6 +11,7 @@
 //! | [`mod@reference`] | what several ranks compute, computed by one processor |
 //! | [`synchronous`], [`asynchronous`] | training with an allreduce in each iteration, or with a parameter server |
 //! | [`schedule`], [`pipeline`] | training with consecutive layers on each rank, and in which order the ranks compute |
+//! | [`slice`](mod@slice), [`tensor`] | training with a part of every layer on each rank |
 //! | [`cli`], [`run`], [`report`] | the program |
 
 pub mod asynchronous;
@@ -29,8 +30,10 @@ pub mod report;
 pub mod run;
 pub mod schedule;
 pub mod settings;
+pub mod slice;
 pub mod state;
 pub mod synchronous;
+pub mod tensor;
 
 use std::process::ExitCode;
 
@@ -47,6 +50,7 @@ pub fn main(open_engine: OpenEngine<'_>) -> ExitCode {
         Command::Sync(args) => run::synchronous(args, open_engine, cli.json, &mut out),
         Command::Async(args) => run::asynchronous(args, open_engine, cli.json, &mut out),
         Command::Pipeline(args) => run::pipeline(args, open_engine, cli.json, &mut out),
+        Command::Tensor(args) => run::tensor(args, open_engine, cli.json, &mut out),
         Command::Reference(args) => run::reference(args, cli.json, &mut out),
         Command::Checkpoint(args) => run::checkpoint(args, cli.json, &mut out),
     };

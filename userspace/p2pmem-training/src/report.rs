@@ -25,6 +25,8 @@ pub enum Mode {
     Asynchronous,
     /// With stages of consecutive layers on the ranks.
     Pipeline,
+    /// With a part of every layer on each rank.
+    Tensor,
     /// The result of another training, computed by one processor.
     Reference,
 }
@@ -36,6 +38,7 @@ impl Mode {
             Self::Synchronous => "synchronous",
             Self::Asynchronous => "asynchronous",
             Self::Pipeline => "pipeline",
+            Self::Tensor => "tensor",
             Self::Reference => "reference",
         }
     }
@@ -104,6 +107,21 @@ pub struct PipelineReport {
     pub bubble_formula: f64,
 }
 
+/// What a rank of a tensor-parallel training did.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SliceReport {
+    /// Units that the rank has of each hidden layer that is split.
+    pub units: usize,
+    /// Number of parameters of the rank.
+    pub parameters: usize,
+    /// Parts of outputs. The formula is that of the busiest rank of an allreduce of batch x width x 4 for each pair of layers.
+    pub forward: Traffic,
+    /// Parts of gradients. The formula is the same one, for each pair of layers but the first.
+    pub backward: Traffic,
+    /// Bytes of parameters that the rank sent after epochs, for the loss and the result.
+    pub collected: u64,
+}
+
 /// What a rank used.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RankReport {
@@ -122,6 +140,9 @@ pub struct RankReport {
     /// The stage of the rank, in a pipeline.
     #[serde(default)]
     pub stage: Option<StageReport>,
+    /// The part of the layers that the rank has, in a tensor-parallel training.
+    #[serde(default)]
+    pub slice: Option<SliceReport>,
 }
 
 /// The report of a training.
@@ -200,6 +221,18 @@ pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
                 stage.backward.bytes,
                 stage.backward.formula,
                 stage.busy_seconds
+            )?;
+        }
+        if let Some(slice) = &rank.slice {
+            writeln!(
+                out,
+                "  {} units: {} parameters; forward {} bytes (formula {}), backward {} bytes (formula {})",
+                slice.units,
+                slice.parameters,
+                slice.forward.bytes,
+                slice.forward.formula,
+                slice.backward.bytes,
+                slice.backward.formula
             )?;
         }
     }

@@ -18,16 +18,22 @@ use p2pmem_payload::memory::MemoryOptions;
 
 use crate::asynchronous::{self, SERVER};
 use crate::checkpoint::{show, Checkpoints};
-use crate::cli::{AsyncArgs, CheckpointArgs, PipelineArgs, RankArgs, ReferenceArgs, SyncArgs};
+use crate::cli::{
+    AllreduceArgs, AsyncArgs, CheckpointArgs, PipelineArgs, RankArgs, ReferenceArgs, SyncArgs, TensorArgs,
+};
 use crate::digits::Digits;
 use crate::outcome::Outcome;
 use crate::pipeline::{self, Pipeline, Places};
 use crate::ranks::agree;
 use crate::reference;
-use crate::report::{print, Mode, PipelineReport, RankReport, StageReport, TrainingReport, SCHEMA};
+use crate::report::{
+    print, Mode, PipelineReport, RankReport, SliceReport, StageReport, Traffic, TrainingReport, SCHEMA,
+};
 use crate::schedule::{bubble, bubble_formula};
+use crate::slice::{self, Direction};
 use crate::state::Layout;
 use crate::synchronous::{Saving, Training};
+use crate::tensor;
 
 fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Result<()> {
     if json {
@@ -84,6 +90,19 @@ fn provider(verbs: &Verbs) -> Option<String> {
     verbs.memory().provider().map(|provider| provider.addr.to_string())
 }
 
+/// Fails if a rank has another result than this one.
+fn compare(all: &[RankReport], own: &RankReport) -> Result<()> {
+    for other in all {
+        ensure!(
+            other.digest == own.digest,
+            "{} has another result than {}: do all nodes run the same version of p2pmem-training?",
+            other.name,
+            own.name
+        );
+    }
+    Ok(())
+}
+
 /// Trains as a rank of a synchronous training. Rank 0 prints.
 ///
 /// # Errors
@@ -96,12 +115,12 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let layout = Layout::new(settings.network().parameters());
     let sizes = Sizes {
         payload: layout.payload(),
-        chunk: args.chunk,
-        window: args.window,
+        chunk: args.allreduce.chunk,
+        window: args.allreduce.window,
     };
     sizes.check()?;
     let memory = |group: &Group| Ok(sizes.memory(group.ranks()));
-    let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
+    let (group, connected) = join(&args.rank, open_engine, memory, args.allreduce.window + CONTROL)?;
     let Connected {
         placement,
         engine,
@@ -113,7 +132,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let provider = provider(&verbs);
     let prepare = || -> Result<_> {
         let path = args.checkpoint.as_ref().filter(|_| rank == 0);
-        let fingerprint = settings.fingerprint(ranks, args.algorithm);
+        let fingerprint = settings.fingerprint(ranks, args.allreduce.algorithm);
         path.map(|path| Checkpoints::open(path, &span, layout, fingerprint))
             .transpose()
     };
@@ -137,7 +156,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let mut training = Training {
         settings: &settings,
         digits: &digits,
-        algorithm: args.algorithm,
+        algorithm: args.allreduce.algorithm,
         span,
         saving: checkpoints.map(|checkpoints| Saving {
             checkpoints,
@@ -157,16 +176,10 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         sent: trained.sent,
         digest: Some(trained.outcome.digest.clone()),
         stage: None,
+        slice: None,
     };
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
-    for other in &rank_reports {
-        ensure!(
-            other.digest == own.digest,
-            "{} has another result than {}: do all nodes run the same version of p2pmem-training?",
-            other.name,
-            own.name
-        );
-    }
+    compare(&rank_reports, &own)?;
     communicator.into_members().leave(args.rank.timeout)?;
     if rank != 0 {
         return Ok(());
@@ -174,7 +187,7 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let report = TrainingReport {
         mode: Mode::Synchronous,
         ranks,
-        algorithm: Some(args.algorithm.name().into()),
+        algorithm: Some(args.allreduce.algorithm.name().into()),
         settings,
         parameters: settings.network().parameters(),
         updates: trained.iterations,
@@ -243,6 +256,7 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
         sent: updates * 4 * parameters as u64,
         digest: None,
         stage: None,
+        slice: None,
     };
     // The connections stay until all ranks have ended.
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
@@ -310,6 +324,7 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
         sent: trained.forward + trained.backward + trained.collected,
         digest: None,
         stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
+        slice: None,
     };
     // The connections stay until all ranks have ended.
     let rank_reports = group.exchange_values(&own, limit)?;
@@ -342,7 +357,106 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
     write_report(&report, json, out)
 }
 
-/// Computes and prints the result of a synchronous training.
+/// Trains as a rank of a tensor-parallel training. Rank 0 prints.
+///
+/// # Errors
+///
+/// A rank failed, ranks have different options, or something is not available. The message says what to do.
+pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+    let limit = args.rank.timeout;
+    let settings = args.training.settings();
+    let AllreduceArgs {
+        algorithm,
+        chunk,
+        window,
+    } = args.allreduce;
+    let digits = Digits::load();
+    let sizes = |ranks| Sizes {
+        payload: tensor::Places::new(&settings, ranks).payload(),
+        chunk,
+        window,
+    };
+    let memory = |group: &Group| {
+        agree(
+            group,
+            &serde_json::json!({
+                "tensor": settings, "algorithm": algorithm.name(), "chunk": chunk, "window": window,
+            }),
+            limit,
+        )?;
+        settings.check(digits.training.len())?;
+        slice::check(&settings.network(), group.ranks())?;
+        let sizes = sizes(group.ranks());
+        sizes.check()?;
+        Ok(sizes.memory(group.ranks()))
+    };
+    let (group, connected) = join(&args.rank, open_engine, memory, window + CONTROL)?;
+    let Connected {
+        placement,
+        engine,
+        verbs,
+        base,
+    } = connected;
+    let (rank, ranks) = (group.rank(), group.ranks());
+    let provider = provider(&verbs);
+    let training = tensor::Training {
+        settings: &settings,
+        digits: &digits,
+        algorithm,
+        span: verbs.memory().span().clone(),
+    };
+    // The order of the ring is part of the result, which does not depend on the machines.
+    let ring = Ring::by_rank(ranks);
+    let mut communicator = Communicator::new(group, verbs, engine, base, sizes(ranks), ring, limit)?;
+    let start = Instant::now();
+    let trained = training.run(&mut communicator, &mut |_| Ok(()))?;
+    let seconds = start.elapsed().as_secs_f64();
+    let traffic = |bytes, direction| Traffic {
+        bytes,
+        formula: tensor::bytes_by_formula(&settings, algorithm, ranks, trained.batches, direction),
+    };
+    let group = communicator.members();
+    let own = RankReport {
+        name: group.name(rank).to_owned(),
+        nic: placement.nic.name().to_owned(),
+        provider,
+        engine: Some(communicator.engine().name().to_owned()),
+        sent: trained.forward + trained.backward + trained.collected,
+        digest: Some(trained.outcome.digest.clone()),
+        stage: None,
+        slice: Some(SliceReport {
+            units: trained.units,
+            parameters: trained.parameters,
+            forward: traffic(trained.forward, Direction::Forward),
+            backward: traffic(trained.backward, Direction::Backward),
+            collected: trained.collected,
+        }),
+    };
+    let rank_reports = group.exchange_values(&own, limit)?;
+    compare(&rank_reports, &own)?;
+    communicator.into_members().leave(limit)?;
+    if rank != 0 {
+        return Ok(());
+    }
+    let report = TrainingReport {
+        mode: Mode::Tensor,
+        ranks,
+        algorithm: Some(algorithm.name().into()),
+        settings,
+        parameters: settings.network().parameters(),
+        updates: trained.batches,
+        outcome: trained.outcome,
+        staleness: None,
+        resumed_at: None,
+        checkpoints: 0,
+        pipeline: None,
+        seconds,
+        rank_reports,
+    };
+    write_report(&report, json, out)
+}
+
+/// Computes and prints the result of a synchronous or tensor-parallel training.
 ///
 /// # Errors
 ///
@@ -351,7 +465,12 @@ pub fn reference(args: &ReferenceArgs, json: bool, out: &mut dyn Write) -> Resul
     let settings = args.training.settings();
     let digits = Digits::load();
     let start = Instant::now();
-    let outcome: Outcome = reference::train(&settings, &digits, args.ranks, args.algorithm)?;
+    let train = if args.tensor {
+        reference::train_tensor
+    } else {
+        reference::train
+    };
+    let outcome: Outcome = train(&settings, &digits, args.ranks, args.algorithm)?;
     let report = TrainingReport {
         mode: Mode::Reference,
         ranks: args.ranks,
