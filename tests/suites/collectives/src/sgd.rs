@@ -14,7 +14,12 @@ use serde::Serialize;
 use crate::bed::{Bed, NicBytes};
 
 /// How the nodes train, and their number.
-const RUNS: [(&str, usize); 3] = [("sync --algorithm ring", 2), ("sync --algorithm ring", 4), ("async", 3)];
+const RUNS: [(&str, usize); 4] = [
+    ("sync --algorithm ring", 2),
+    ("sync --algorithm ring", 4),
+    ("async", 3),
+    ("tensor --algorithm ring", 2),
+];
 /// Times that each sample is used.
 const EPOCHS: u32 = 10;
 /// From this number on, there are host bytes for a byte of gradients or parameters: the announcement of a call has 256 bytes, and a
@@ -41,6 +46,8 @@ pub struct Sgd {
     /// Whether losses and parameters have the bits of the same training on one processor; `None` with a parameter server, whose result
     /// depends on the order of arrival.
     pub equals_reference: Option<bool>,
+    /// Bytes that the ranks of a tensor-parallel training sent for activations and their gradients, and those by the formula.
+    pub activations: Option<[u64; 2]>,
     /// Bytes of host memory that NICs accessed, for a byte that they sent.
     pub host_bytes_per_byte: f64,
 }
@@ -57,12 +64,28 @@ impl Sgd {
             Mode::Pipeline => {
                 Some(reference::train(&report.settings, &Digits::load(), 1, Algorithm::Ring)? == report.outcome)
             }
+            Mode::Tensor => {
+                let digits = Digits::load();
+                let expected = reference::train_tensor(&report.settings, &digits, report.ranks, Algorithm::Ring)?;
+                Some(expected == report.outcome)
+            }
             Mode::Reference => anyhow::bail!("a reference is no training between nodes"),
         };
         let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
         let host: u64 = nics.iter().map(|nic| nic.host).sum();
         ensure!(sent > 0, "no NIC read a byte of an accelerator");
+        let slices: Vec<_> = report
+            .rank_reports
+            .iter()
+            .filter_map(|rank| rank.slice.as_ref())
+            .collect();
+        let parts = || slices.iter().flat_map(|slice| [slice.forward, slice.backward]);
+        let activations = [
+            parts().map(|part| part.bytes).sum(),
+            parts().map(|part| part.formula).sum(),
+        ];
         Ok(Self {
+            activations: (!slices.is_empty()).then_some(activations),
             mode: report.mode,
             ranks: report.ranks,
             updates: report.updates,
@@ -143,6 +166,11 @@ pub fn judge(trainings: &[Sgd]) -> Vec<String> {
                 training.initial_loss
             ));
         }
+        if let Some([bytes, formula]) = training.activations.filter(|[bytes, formula]| bytes != formula) {
+            failures.push(format!(
+                "{what}: {bytes} bytes of activations, and {formula} by the formula"
+            ));
+        }
         if training.host_bytes_per_byte >= NO_HOST_BYTES {
             failures.push(format!(
                 "{what}: {:.4} host bytes for a byte",
@@ -204,6 +232,7 @@ pub(crate) mod tests {
             losses: vec![1.0, 0.5],
             accuracy: 0.9,
             equals_reference: Some(true),
+            activations: None,
             host_bytes_per_byte: 0.01,
         }
     }
@@ -257,6 +286,7 @@ pub(crate) mod tests {
         assert!(failures(|_| {}).is_empty());
         assert!(failures(|training| training.equals_reference = Some(false))[0].contains("bits of the reference"));
         assert!(failures(|training| training.losses = vec![0.6])[0].contains("0.600 at the end"));
+        assert!(failures(|training| training.activations = Some([1, 2]))[0].contains("1 bytes of activations, and 2"));
         assert!(failures(|training| training.losses.clear())[0].contains("2.300 at the end"));
         assert!(failures(|training| training.host_bytes_per_byte = 1.0)[0].contains("1.0000 host bytes"));
         assert_eq!(
