@@ -12,6 +12,7 @@ use std::fs::File;
 use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
 use p2pmem::DirectOptions;
@@ -181,6 +182,35 @@ pub fn show(path: &Path) -> Result<Option<Header>> {
         .max_by_key(|header| header.iteration))
 }
 
+/// The interval at which [`await_iteration`] reads the header.
+const INTERVAL: Duration = Duration::from_millis(10);
+
+/// Waits until the first slot of a file has a checkpoint of this iteration or a later one, and returns its header. Only the header is
+/// read, so this takes little of the processor on which a training runs.
+///
+/// # Errors
+///
+/// The file cannot be read, or no such checkpoint was written within the limit.
+pub fn await_iteration(path: &Path, iteration: u64, limit: Duration) -> Result<Header> {
+    let what = || format!("reading the checkpoint {}", path.display());
+    let deadline = Instant::now() + limit;
+    loop {
+        let mut page = Vec::new();
+        let file = File::open(path).with_context(what)?;
+        file.take(PAGE).read_to_end(&mut page).with_context(what)?;
+        let header = Header::decode(&page).filter(|header| header.iteration >= iteration);
+        if let Some(header) = header {
+            return Ok(header);
+        }
+        ensure!(
+            Instant::now() < deadline,
+            "{} had no checkpoint of iteration {iteration} within {limit:?}",
+            path.display()
+        );
+        std::thread::sleep(INTERVAL);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -256,6 +286,32 @@ mod tests {
             }
             assert_eq!(path.metadata().unwrap().len(), 2 * layout().state());
         }
+    }
+
+    #[test]
+    fn an_iteration_is_awaited() {
+        let [span, _] = spans();
+        let (_folder, path) = file();
+        let mut checkpoints = open(&path, &span);
+        let soon = Duration::from_millis(1);
+        assert!(await_iteration(&path, 1, soon).is_err());
+        // The second one is in the other slot.
+        for iteration in [5, 10, 15] {
+            fill(&span, iteration);
+            checkpoints.save().unwrap();
+        }
+        assert_eq!(await_iteration(&path, 11, soon).unwrap().iteration, 15);
+        let error = await_iteration(&path, 16, soon).unwrap_err().to_string();
+        assert!(error.contains("no checkpoint of iteration 16 within 1ms"), "{error}");
+        let waiter = std::thread::spawn({
+            let path = path.clone();
+            move || await_iteration(&path, 25, Duration::from_secs(60))
+        });
+        for iteration in [20, 25] {
+            fill(&span, iteration);
+            checkpoints.save().unwrap();
+        }
+        assert_eq!(waiter.join().unwrap().unwrap().iteration, 25);
     }
 
     /// A checkpoint of which only a part is on the drive is not used, and does not replace the one before.

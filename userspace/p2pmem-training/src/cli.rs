@@ -244,6 +244,14 @@ pub struct ReferenceArgs {
 pub struct CheckpointArgs {
     /// The file or block device.
     pub file: PathBuf,
+
+    /// Wait until the first slot of the file has a checkpoint of this iteration or a later one.
+    #[arg(long, value_name = "ITERATION")]
+    pub wait: Option<u64>,
+
+    /// Longest wait.
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds, requires = "wait")]
+    pub timeout: Duration,
 }
 
 fn ranks(text: &str) -> Result<usize, String> {

@@ -17,7 +17,7 @@ use p2pmem_collectives::transport::verbs::Verbs;
 use p2pmem_payload::memory::MemoryOptions;
 
 use crate::asynchronous::{self, SERVER};
-use crate::checkpoint::{show, Checkpoints};
+use crate::checkpoint::{await_iteration, show, Checkpoints};
 use crate::cli::{
     AllreduceArgs, AsyncArgs, CheckpointArgs, PipelineArgs, RankArgs, ReferenceArgs, SyncArgs, TensorArgs,
 };
@@ -493,10 +493,12 @@ pub fn reference(args: &ReferenceArgs, json: bool, out: &mut dyn Write) -> Resul
 ///
 /// # Errors
 ///
-/// The file cannot be read, or has no valid checkpoint.
+/// The file cannot be read, or has no valid checkpoint; the iteration to wait for did not come.
 pub fn checkpoint(args: &CheckpointArgs, json: bool, out: &mut dyn Write) -> Result<()> {
-    let header = show(&args.file)?;
-    let header = header.with_context(|| format!("{} has no valid checkpoint", args.file.display()))?;
+    let header = match args.wait {
+        Some(iteration) => await_iteration(&args.file, iteration, args.timeout)?,
+        None => show(&args.file)?.with_context(|| format!("{} has no valid checkpoint", args.file.display()))?,
+    };
     if json {
         let value = serde_json::json!({
             "schema": SCHEMA,
