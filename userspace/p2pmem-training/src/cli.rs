@@ -260,3 +260,25 @@ fn ranks(text: &str) -> Result<usize, String> {
         _ => Err(format!("specify a number of ranks, from 1 to {MAX_RANKS}")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn options_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_pipeline_has_its_options() {
+        let parse = |option: &str| Cli::try_parse_from(["p2pmem-training", "pipeline", "--layers", "4", option]);
+        let Command::Pipeline(args) = parse("--microbatches=8").unwrap().command else {
+            panic!("another command")
+        };
+        assert_eq!((args.microbatches, args.stage_time, args.training.layers), (8, 0, 4));
+        assert!(parse("--microbatches=0").is_err());
+        assert!(parse("--stage-time=10001").is_err());
+    }
+}
