@@ -623,8 +623,8 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             let Some((rank, theirs)) = self.entered.pop_front() else {
                 break;
             };
-            if theirs.number == execution.announcement.number + 1 && theirs != execution.announcement {
-                // The other rank has ended this call, and entered the next one.
+            if theirs.number > execution.announcement.number {
+                // The other rank is ahead: it has ended this call, and maybe others in which it received nothing from this rank.
                 self.entered.push_back((rank, theirs));
                 continue;
             }

@@ -330,6 +330,20 @@ proptest! {
         let all = vec![calls; ring.ranks()];
         world.run(&all, &mut Random(seed)).map_err(|(_, error)| error).unwrap();
     }
+
+    /// A rank that receives nothing from another one can be several calls ahead of it.
+    #[test]
+    fn broadcasts_with_changing_roots_follow_each_other(
+        (ranks, roots) in (3..6_usize).prop_flat_map(|ranks| (Just(ranks), prop::collection::vec(0..ranks, 2..9))),
+        depth in 1..5_usize,
+        seed in any::<u64>(),
+    ) {
+        let ring = Ring::by_rank(ranks);
+        let call = |root: &usize| Call { root: *root, collective: Collective::Broadcast, ..allreduce(Algorithm::Ring, 1024) };
+        let all = vec![roots.iter().map(call).collect(); ranks];
+        let mut world = World::new(&ring, SIZES, depth);
+        world.run(&all, &mut Random(seed)).map_err(|(_, error)| error).unwrap();
+    }
 }
 
 fn allreduce(algorithm: Algorithm, bytes: u64) -> Call {
