@@ -18,7 +18,7 @@ const RUNS: [(&str, usize); 4] = [
     ("sync --algorithm ring", 2),
     ("sync --algorithm ring", 4),
     ("async", 3),
-    ("tensor --algorithm ring", 2),
+    ("tensor --layers 4 --algorithm ring", 2),
 ];
 /// Times that each sample is used.
 const EPOCHS: u32 = 10;
