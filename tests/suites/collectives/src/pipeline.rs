@@ -111,7 +111,7 @@ pub const HEADER: [&str; 9] = [
     "formula",
     "last loss",
     "bits of the reference",
-    "host bytes/byte",
+    "host bytes/update",
 ];
 
 /// Returns the cells of each pipeline.
@@ -127,7 +127,7 @@ pub fn cells(pipelines: &[Pipeline]) -> Vec<Vec<String>> {
             format!("{:.3}", pipeline.bubble_formula),
             format!("{:.3}", training.last_loss()),
             training.bits().to_owned(),
-            format!("{:.4}", training.host_bytes_per_byte),
+            format!("{:.0}", training.host_bytes_per_update),
         ]
     };
     pipelines.iter().map(row).collect()
