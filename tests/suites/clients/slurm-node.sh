@@ -2,7 +2,16 @@
 # SPDX-License-Identifier: MIT OR Apache-2.0
 # Makes this node one of a Slurm cluster: node a is the controller, and all nodes run jobs. Slurm hands out the memory of the
 # providers that are published, and only users with a job get some. Everything is in /run and /tmp.
+#
+#   slurm-node.sh           start the daemons
+#   slurm-node.sh stop      end the daemons, and remove the rules
 set -euo pipefail
+if [ "${1:-}" = stop ]; then
+    for daemon in slurm/slurmd slurm/slurmctld munge/munged; do
+        [ ! -e /run/$daemon.pid ] || kill "$(cat /run/$daemon.pid)"
+    done
+    exec "$P2PMEM_BIN/p2pmemctl" rules remove 60-root 90-no-job
+fi
 [ ! -e /run/slurm ] || exit 0
 ctl=$P2PMEM_BIN/p2pmemctl
 install -d -m 755 /run/slurm /run/munge

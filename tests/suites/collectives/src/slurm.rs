@@ -13,8 +13,8 @@ use serde::Serialize;
 
 use crate::bed::Bed;
 
-/// Bytes of each of two jobs that contend: more than half of the 192 MiB that a node publishes.
-const CONTENDING: &str = "144M";
+/// Bytes of each of two jobs that contend: more than half of the 128 MiB of a node.
+const CONTENDING: &str = "72M";
 
 /// What a job did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -82,7 +82,7 @@ impl Job {
     }
 }
 
-/// Makes the first two nodes a cluster, and runs the jobs. From then on, only jobs get memory on these nodes.
+/// Makes the first two nodes a cluster while it runs the jobs. Meanwhile, only jobs get memory on these nodes.
 ///
 /// # Errors
 ///
@@ -93,12 +93,15 @@ pub fn measure(bed: &mut Bed, clients: &Path) -> Result<Vec<Job>> {
     let clients = utf8(clients)?;
     let environment = format!("export P2PMEM_BIN={} P2PMEM_CLIENTS={clients}", utf8(bin)?);
     bed.run_on_pair(&format!("{environment}; {clients}/slurm-node.sh"))?;
-    let run = |case: Case| {
+    let mut run = |case: Case| {
         let script = format!("{environment}; source {clients}/slurm-jobs.sh; {}", case.script);
         let output = bed.run_on_first(&script).with_context(|| case.name)?;
         Ok(Job::new(&case, &output))
     };
-    cases()?.into_iter().map(run).collect()
+    let jobs = cases()?.into_iter().map(&mut run).collect();
+    // The module cannot be unloaded while there are rules.
+    bed.run_on_pair(&format!("{environment}; {clients}/slurm-node.sh stop"))?;
+    jobs
 }
 
 /// Returns a failure for each job that did not do what it has to.

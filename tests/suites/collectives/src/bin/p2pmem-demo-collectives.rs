@@ -81,7 +81,6 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     open_mpi(bed, report, clients)?;
     training(bed, report)?;
     inference(bed, report, clients)?;
-    // The last one, because the nodes then give memory to jobs only.
     slurm_jobs(bed, report, clients)
 }
 
