@@ -30,6 +30,7 @@ use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
 use crate::digits::Digits;
+use crate::memory;
 use crate::outcome::{bytes, floats, Outcome};
 use crate::ranks::{stop, Wait};
 use crate::settings::{Batches, Settings};
@@ -144,15 +145,8 @@ impl Training<'_> {
     }
 
     fn read(&self, at: u64) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; 4 * self.settings.network().parameters()];
-        self.span.try_read(at as usize, &mut bytes)?;
-        Ok(bytes)
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<()> {
-        self.span.try_write(at as usize, bytes)?;
-        self.span.flush();
-        Ok(())
+        let bytes = 4 * self.settings.network().parameters();
+        Ok(memory::read(&self.span, at, bytes)?)
     }
 
     /// Serves until all updates of all workers were added. `base` is the place of the memory's first byte for the engine.
@@ -184,7 +178,7 @@ impl Training<'_> {
         let network = self.settings.network();
         let batches = Batches::new(self.settings, self.digits.training.len());
         let total = self.updates(&batches);
-        self.write(0, &bytes(&network.initial(self.settings.seed)))?;
+        memory::write(&self.span, 0, &bytes(&network.initial(self.settings.seed)))?;
 
         let mut workers = vec![Worker::default(); ranks];
         let expected = |worker: usize| batches_of(total, worker, ranks);
@@ -334,7 +328,7 @@ impl Training<'_> {
             let batch = batches.batch(number * (ranks as u64 - 1) + rank as u64 - 1);
             let gradient = network.gradient(&parameters, &self.digits.training, batch);
             let at = places.update(rank, number);
-            self.write(at, &self.settings.update(&gradient))?;
+            memory::write(&self.span, at, &self.settings.update(&gradient))?;
             let write = Write {
                 to: SERVER,
                 from: at,

@@ -20,6 +20,7 @@ pub mod cli;
 pub mod digits;
 #[cfg(test)]
 mod local;
+mod memory;
 pub mod network;
 pub mod outcome;
 pub mod pipeline;

@@ -36,6 +36,7 @@ use p2pmem_verbs::Span;
 use serde::{Deserialize, Serialize};
 
 use crate::digits::Digits;
+use crate::memory;
 use crate::network::{output_error, Stage};
 use crate::outcome::{bytes, floats, Outcome};
 use crate::ranks::{stop, Wait};
@@ -408,15 +409,7 @@ impl Training<'_> {
     }
 
     fn read(&self, at: u64, numbers: usize) -> Result<Vec<f32>> {
-        let mut bytes = vec![0; 4 * numbers];
-        self.span.try_read(at as usize, &mut bytes)?;
-        Ok(floats(&bytes))
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<()> {
-        self.span.try_write(at as usize, bytes)?;
-        self.span.flush();
-        Ok(())
+        Ok(floats(&memory::read(&self.span, at, 4 * numbers)?))
     }
 
     fn train<M: Members, T: Transport, E: Engine>(
@@ -433,7 +426,7 @@ impl Training<'_> {
         let places = Places::new(self.pipeline, ranks);
         let stage = self.pipeline.stage(rank, ranks);
         let parameters = settings.network().initial(settings.seed)[stage.parameters()].to_vec();
-        self.write(0, &bytes(&parameters))?;
+        memory::write(&self.span, 0, &bytes(&parameters))?;
         let mut work = Work {
             gradient: vec![0.0; parameters.len()],
             computed: Vec::new(),
@@ -488,7 +481,7 @@ impl Training<'_> {
             }
             trained.duration += first.map_or(Duration::ZERO, |first| first.elapsed());
 
-            self.write(places.update(), &settings.update(&work.gradient))?;
+            memory::write(&self.span, places.update(), &settings.update(&work.gradient))?;
             let update = Job {
                 operation: Operation::Reduce(Element::F32, Reduction::Sum),
                 into: base,
@@ -540,7 +533,7 @@ impl Training<'_> {
             return Ok(None);
         }
         let from = places.slot(from, index as u64);
-        self.write(from, &bytes(&values))?;
+        memory::write(&self.span, from, &bytes(&values))?;
         Ok(Some(Payload {
             from,
             bytes: places.microbatch,
@@ -603,9 +596,7 @@ impl Training<'_> {
             while left > 0 {
                 links.receive(NEXT, "sent no parameters")?;
                 let bytes = places.microbatch.min(left);
-                let mut piece = vec![0; bytes as usize];
-                self.span
-                    .try_read(places.slot(Slots::Errors, number) as usize, &mut piece)?;
+                let piece = memory::read(&self.span, places.slot(Slots::Errors, number), bytes as usize)?;
                 links.send(NEXT, None)?;
                 self.send_pieces(links, places, &piece, &mut sent)?;
                 all.extend(piece);
@@ -644,7 +635,7 @@ impl Training<'_> {
                 bytes: piece.len() as u64,
                 into: places.slot(Slots::Errors, *sent),
             };
-            self.write(payload.from, piece)?;
+            memory::write(&self.span, payload.from, piece)?;
             links.send(BEFORE, Some(payload))?;
             *sent += 1;
         }

@@ -145,6 +145,22 @@ pub struct RankReport {
     pub slice: Option<SliceReport>,
 }
 
+impl RankReport {
+    /// Returns the report of a rank that has reduced and sent nothing.
+    pub fn new(name: &str, nic: &str, provider: Option<String>) -> Self {
+        Self {
+            name: name.to_owned(),
+            nic: nic.to_owned(),
+            provider,
+            engine: None,
+            sent: 0,
+            digest: None,
+            stage: None,
+            slice: None,
+        }
+    }
+}
+
 /// The report of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TrainingReport {
@@ -176,6 +192,27 @@ pub struct TrainingReport {
     pub seconds: f64,
     /// The ranks; empty for a reference.
     pub rank_reports: Vec<RankReport>,
+}
+
+impl TrainingReport {
+    /// Returns the report of a training without updates, checkpoints, and reports of ranks.
+    pub fn new(mode: Mode, ranks: usize, settings: Settings, outcome: Outcome) -> Self {
+        Self {
+            mode,
+            ranks,
+            algorithm: None,
+            settings,
+            parameters: settings.network().parameters(),
+            updates: 0,
+            outcome,
+            staleness: None,
+            resumed_at: None,
+            checkpoints: 0,
+            pipeline: None,
+            seconds: 0.0,
+            rank_reports: Vec::new(),
+        }
+    }
 }
 
 /// Prints the report.

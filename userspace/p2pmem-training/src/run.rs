@@ -169,14 +169,10 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
     let seconds = start.elapsed().as_secs_f64();
     let group = communicator.members();
     let own = RankReport {
-        name: group.name(rank).to_owned(),
-        nic: placement.nic.name().to_owned(),
-        provider,
         engine: Some(communicator.engine().name().to_owned()),
         sent: trained.sent,
         digest: Some(trained.outcome.digest.clone()),
-        stage: None,
-        slice: None,
+        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
     };
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
     compare(&rank_reports, &own)?;
@@ -185,19 +181,13 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         return Ok(());
     }
     let report = TrainingReport {
-        mode: Mode::Synchronous,
-        ranks,
         algorithm: Some(args.allreduce.algorithm.name().into()),
-        settings,
-        parameters: settings.network().parameters(),
         updates: trained.iterations,
-        outcome: trained.outcome,
-        staleness: None,
         resumed_at: trained.resumed_at,
         checkpoints: trained.checkpoints,
-        pipeline: None,
         seconds,
         rank_reports,
+        ..TrainingReport::new(Mode::Synchronous, ranks, settings, trained.outcome)
     };
     write_report(&report, json, out)
 }
@@ -249,33 +239,20 @@ pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, o
     };
     let seconds = start.elapsed().as_secs_f64();
     let own = RankReport {
-        name: group.name(rank).to_owned(),
-        nic: placement.nic.name().to_owned(),
-        provider,
         engine: engine_name,
         sent: updates * 4 * parameters as u64,
-        digest: None,
-        stage: None,
-        slice: None,
+        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
     };
     // The connections stay until all ranks have ended.
     let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
     group.leave(args.rank.timeout)?;
     let Some(served) = served else { return Ok(()) };
     let report = TrainingReport {
-        mode: Mode::Asynchronous,
-        ranks,
-        algorithm: None,
-        settings,
-        parameters,
         updates: served.updates,
-        outcome: served.outcome,
         staleness: Some(served.staleness),
-        resumed_at: None,
-        checkpoints: 0,
-        pipeline: None,
         seconds,
         rank_reports,
+        ..TrainingReport::new(Mode::Asynchronous, ranks, settings, served.outcome)
     };
     write_report(&report, json, out)
 }
@@ -317,14 +294,10 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
     let trained = training.run(&group, &mut verbs, &mut engine, base, &mut |_, _| Ok(()))?;
     let seconds = start.elapsed().as_secs_f64();
     let own = RankReport {
-        name: group.name(rank).to_owned(),
-        nic: placement.nic.name().to_owned(),
-        provider,
         engine: Some(engine.name().to_owned()),
         sent: trained.forward + trained.backward + trained.collected,
-        digest: None,
         stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
-        slice: None,
+        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
     };
     // The connections stay until all ranks have ended.
     let rank_reports = group.exchange_values(&own, limit)?;
@@ -334,16 +307,7 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
     let busy: f64 = stages.map(|stage| stage.busy_seconds).sum();
     let batch_seconds = trained.duration.as_secs_f64();
     let report = TrainingReport {
-        mode: Mode::Pipeline,
-        ranks,
-        algorithm: None,
-        settings: pipeline.settings,
-        parameters: pipeline.settings.network().parameters(),
         updates: trained.batches,
-        outcome,
-        staleness: None,
-        resumed_at: None,
-        checkpoints: 0,
         pipeline: Some(PipelineReport {
             microbatches: pipeline.microbatches,
             stage_time_ms: pipeline.stage_time_ms,
@@ -353,6 +317,7 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
         }),
         seconds,
         rank_reports,
+        ..TrainingReport::new(Mode::Pipeline, ranks, pipeline.settings, outcome)
     };
     write_report(&report, json, out)
 }
@@ -417,13 +382,9 @@ pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &
     };
     let group = communicator.members();
     let own = RankReport {
-        name: group.name(rank).to_owned(),
-        nic: placement.nic.name().to_owned(),
-        provider,
         engine: Some(communicator.engine().name().to_owned()),
         sent: trained.forward + trained.backward + trained.collected,
         digest: Some(trained.outcome.digest.clone()),
-        stage: None,
         slice: Some(SliceReport {
             units: trained.units,
             parameters: trained.parameters,
@@ -431,6 +392,7 @@ pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &
             backward: traffic(trained.backward, Direction::Backward),
             collected: trained.collected,
         }),
+        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
     };
     let rank_reports = group.exchange_values(&own, limit)?;
     compare(&rank_reports, &own)?;
@@ -439,19 +401,11 @@ pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &
         return Ok(());
     }
     let report = TrainingReport {
-        mode: Mode::Tensor,
-        ranks,
         algorithm: Some(algorithm.name().into()),
-        settings,
-        parameters: settings.network().parameters(),
         updates: trained.batches,
-        outcome: trained.outcome,
-        staleness: None,
-        resumed_at: None,
-        checkpoints: 0,
-        pipeline: None,
         seconds,
         rank_reports,
+        ..TrainingReport::new(Mode::Tensor, ranks, settings, trained.outcome)
     };
     write_report(&report, json, out)
 }
@@ -472,19 +426,10 @@ pub fn reference(args: &ReferenceArgs, json: bool, out: &mut dyn Write) -> Resul
     };
     let outcome: Outcome = train(&settings, &digits, args.ranks, args.algorithm)?;
     let report = TrainingReport {
-        mode: Mode::Reference,
-        ranks: args.ranks,
         algorithm: Some(args.algorithm.name().into()),
-        settings,
-        parameters: settings.network().parameters(),
         updates: (digits.training.len() / settings.batch) as u64 * u64::from(settings.epochs),
-        outcome,
-        staleness: None,
-        resumed_at: None,
-        checkpoints: 0,
-        pipeline: None,
         seconds: start.elapsed().as_secs_f64(),
-        rank_reports: Vec::new(),
+        ..TrainingReport::new(Mode::Reference, args.ranks, settings, outcome)
     };
     write_report(&report, json, out)
 }

@@ -26,43 +26,6 @@ pub fn actions(microbatches: usize) -> Vec<Action> {
     forward.chain((0..microbatches).map(Action::Backward)).collect()
 }
 
-/// Returns when each stage computes each of its [`actions`], by the number of the slot, if every action takes one slot and transfers take
-/// none. An action starts when the stage has ended the one before, and the neighbour has ended the one whose result it needs.
-pub fn slots(stages: usize, microbatches: usize) -> Vec<Vec<usize>> {
-    let actions = actions(microbatches);
-    let mut ends: Vec<Vec<Option<usize>>> = vec![vec![None; actions.len()]; stages];
-    let end = |ends: &[Vec<Option<usize>>], stage: usize, action: Action| {
-        let index = actions.iter().position(|other| *other == action)?;
-        ends[stage][index]
-    };
-    // Each turn completes at least one action.
-    for _ in 0..stages * actions.len() {
-        for stage in 0..stages {
-            let Some(index) = ends[stage].iter().position(Option::is_none) else {
-                continue;
-            };
-            let needed = match actions[index] {
-                Action::Forward(_) if stage == 0 => Some(0),
-                action @ Action::Forward(_) => end(&ends, stage - 1, action),
-                Action::Backward(number) if stage + 1 == stages => end(&ends, stage, Action::Forward(number)),
-                action @ Action::Backward(_) => end(&ends, stage + 1, action),
-            };
-            let free = index.checked_sub(1).map_or(Some(0), |before| ends[stage][before]);
-            ends[stage][index] = needed.zip(free).map(|(needed, free)| needed.max(free) + 1);
-        }
-    }
-    let starts = |ends: Vec<Option<usize>>| ends.into_iter().flatten().map(|end| end - 1).collect();
-    ends.into_iter().map(starts).collect()
-}
-
-/// Returns the part of the slots of a batch in which stages compute nothing, from 0 to 1, counted from the [`slots`].
-pub fn counted_bubble(stages: usize, microbatches: usize) -> f64 {
-    let slots = slots(stages, microbatches);
-    let busy: usize = slots.iter().map(Vec::len).sum();
-    let length = slots.iter().flatten().max().map_or(0, |last| last + 1);
-    bubble(busy as f64, stages, length as f64)
-}
-
 /// Returns the bubble by the formula: (p - 1) / (m + p - 1).
 pub fn bubble_formula(stages: usize, microbatches: usize) -> f64 {
     (stages as f64 - 1.0) / (microbatches + stages - 1) as f64
@@ -77,6 +40,43 @@ pub fn bubble(busy: f64, stages: usize, duration: f64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Returns when each stage computes each of its [`actions`], by the number of the slot, if every action takes one slot and transfers take
+    /// none. An action starts when the stage has ended the one before, and the neighbour has ended the one whose result it needs.
+    fn slots(stages: usize, microbatches: usize) -> Vec<Vec<usize>> {
+        let actions = actions(microbatches);
+        let mut ends: Vec<Vec<Option<usize>>> = vec![vec![None; actions.len()]; stages];
+        let end = |ends: &[Vec<Option<usize>>], stage: usize, action: Action| {
+            let index = actions.iter().position(|other| *other == action)?;
+            ends[stage][index]
+        };
+        // Each turn completes at least one action.
+        for _ in 0..stages * actions.len() {
+            for stage in 0..stages {
+                let Some(index) = ends[stage].iter().position(Option::is_none) else {
+                    continue;
+                };
+                let needed = match actions[index] {
+                    Action::Forward(_) if stage == 0 => Some(0),
+                    action @ Action::Forward(_) => end(&ends, stage - 1, action),
+                    Action::Backward(number) if stage + 1 == stages => end(&ends, stage, Action::Forward(number)),
+                    action @ Action::Backward(_) => end(&ends, stage + 1, action),
+                };
+                let free = index.checked_sub(1).map_or(Some(0), |before| ends[stage][before]);
+                ends[stage][index] = needed.zip(free).map(|(needed, free)| needed.max(free) + 1);
+            }
+        }
+        let starts = |ends: Vec<Option<usize>>| ends.into_iter().flatten().map(|end| end - 1).collect();
+        ends.into_iter().map(starts).collect()
+    }
+
+    /// Returns the part of the slots of a batch in which stages compute nothing, from 0 to 1, counted from the [`slots`].
+    fn counted_bubble(stages: usize, microbatches: usize) -> f64 {
+        let slots = slots(stages, microbatches);
+        let busy: usize = slots.iter().map(Vec::len).sum();
+        let length = slots.iter().flatten().max().map_or(0, |last| last + 1);
+        bubble(busy as f64, stages, length as f64)
+    }
 
     #[test]
     fn the_slots_are_those_of_the_table() {

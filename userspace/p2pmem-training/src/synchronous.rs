@@ -16,6 +16,7 @@ use p2pmem_verbs::Span;
 
 use crate::checkpoint::Checkpoints;
 use crate::digits::Digits;
+use crate::memory;
 use crate::outcome::{bytes, floats, Outcome};
 use crate::reference::allreduce;
 use crate::settings::{share, Batches, Settings};
@@ -69,9 +70,11 @@ impl Training<'_> {
 
     fn parameters(&self) -> Result<Vec<u8>> {
         let layout = self.layout();
-        let mut bytes = vec![0; layout.bytes() as usize];
-        self.span.try_read(layout.parameters_at() as usize, &mut bytes)?;
-        Ok(bytes)
+        Ok(memory::read(
+            &self.span,
+            layout.parameters_at(),
+            layout.bytes() as usize,
+        )?)
     }
 
     /// Writes the header of the state that the memory has.
@@ -83,9 +86,7 @@ impl Training<'_> {
             digest: digest(&self.parameters()?),
             losses: losses.to_vec(),
         };
-        self.span.try_write(0, &header.encode())?;
-        self.span.flush();
-        Ok(())
+        Ok(memory::write(&self.span, 0, &header.encode())?)
     }
 
     /// Writes the first state to the memory. Returns the iteration of the checkpoint that it is from.
@@ -179,9 +180,7 @@ impl Training<'_> {
             let values = floats(&self.parameters()?);
             let part = share(batches.batch(iteration), rank, ranks);
             let gradient = network.gradient(&values, &self.digits.training, part);
-            let update_bytes = self.settings.update(&gradient);
-            self.span.try_write(layout.gradient_at() as usize, &update_bytes)?;
-            self.span.flush();
+            memory::write(&self.span, layout.gradient_at(), &self.settings.update(&gradient))?;
             sent += communicator.call(call)?.sent;
             communicator.compute(update)?;
             let complete = iteration + 1;

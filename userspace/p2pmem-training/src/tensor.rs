@@ -18,6 +18,7 @@ use p2pmem_collectives::transport::Transport;
 use p2pmem_verbs::Span;
 
 use crate::digits::Digits;
+use crate::memory;
 use crate::outcome::{bytes, floats, Outcome};
 use crate::reference::sum;
 use crate::settings::{Batches, Settings};
@@ -131,15 +132,7 @@ impl Training<'_> {
     }
 
     fn read(&self, at: u64, numbers: usize) -> Result<Vec<f32>> {
-        let mut bytes = vec![0; 4 * numbers];
-        self.span.try_read(at as usize, &mut bytes)?;
-        Ok(floats(&bytes))
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) -> Result<()> {
-        self.span.try_write(at as usize, bytes)?;
-        self.span.flush();
-        Ok(())
+        Ok(floats(&memory::read(&self.span, at, 4 * numbers)?))
     }
 
     fn train<M: Members, T: Transport, E: Engine>(
@@ -154,7 +147,7 @@ impl Training<'_> {
         let places = Places::new(self.settings, ranks);
         let slice = Slice::new(network, rank, ranks);
         let mut parameters = slice.cut(&network.initial(self.settings.seed));
-        self.write(0, &bytes(&parameters))?;
+        memory::write(&self.span, 0, &bytes(&parameters))?;
 
         let mut batches = Batches::new(self.settings, self.digits.training.len());
         let per_epoch = batches.per_epoch();
@@ -166,7 +159,7 @@ impl Training<'_> {
         for number in 0..total {
             let mut add = |direction, parts: Vec<Vec<f32>>| {
                 let part = parts.concat();
-                self.write(places.area(), &bytes(&part))?;
+                memory::write(&self.span, places.area(), &bytes(&part))?;
                 let call = sum(self.algorithm, places.area(), 4 * part.len() as u64);
                 let sent = communicator.call(call)?.sent;
                 match direction {
@@ -178,7 +171,7 @@ impl Training<'_> {
             let own = [std::mem::take(&mut parameters)];
             let batch = batches.batch(number);
             let gradient = gradients(&slices, &own, &self.digits.training, batch, &mut add)?.concat();
-            self.write(places.update(), &self.settings.update(&gradient))?;
+            memory::write(&self.span, places.update(), &self.settings.update(&gradient))?;
             communicator.compute(Job {
                 operation: Operation::Reduce(Element::F32, Reduction::Sum),
                 into: 0,
@@ -214,7 +207,7 @@ impl Training<'_> {
         let (rank, ranks) = (communicator.members().rank(), communicator.members().ranks());
         // All segments have the size of the largest slice.
         let segment = |rank: usize| places.area() + rank as u64 * places.parameters;
-        self.write(segment(rank), &bytes(own))?;
+        memory::write(&self.span, segment(rank), &bytes(own))?;
         let done = communicator.call(Call {
             collective: Collective::AllGather,
             element: Element::F32,
