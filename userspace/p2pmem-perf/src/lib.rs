@@ -48,12 +48,12 @@ pub fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = std::io::stdout().lock();
     let result = run(&cli, &mut out);
-    end("p2pmem-perf", result, cli.json, &mut out)
+    exit_code("p2pmem-perf", result, cli.json, &mut out)
 }
 
 /// Prints the error of a command of a program, if it has one: as a line on standard error with its remedy, and as JSON if the output is
 /// JSON. Returns the exit code: failure for an error, or if a wrong byte was found (`Ok(false)`).
-pub fn end(program: &str, result: Result<bool>, json: bool, out: &mut dyn Write) -> ExitCode {
+pub fn exit_code(program: &str, result: Result<bool>, json: bool, out: &mut dyn Write) -> ExitCode {
     match result {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,

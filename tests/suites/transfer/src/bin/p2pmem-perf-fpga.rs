@@ -45,5 +45,5 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = std::io::stdout().lock();
     let result = run(&cli, &mut out);
-    p2pmem_perf::end("p2pmem-perf-fpga", result, cli.json, &mut out)
+    p2pmem_perf::exit_code("p2pmem-perf-fpga", result, cli.json, &mut out)
 }
