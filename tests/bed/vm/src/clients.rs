@@ -74,33 +74,27 @@ pub struct Client {
     /// A pattern of the output of a client that lost a race against its own server. Such a failure says nothing about
     /// p2pmem.
     pub race: Option<String>,
+    /// The reason why the client does not run.
+    pub skip: Option<String>,
     /// The reason why the client runs only in a long run.
     pub long_only: Option<String>,
     /// The reason why the client runs on the debug kernel only in a long run.
     pub debug_long_only: Option<String>,
 }
 
-/// The expected result of a client.
+/// The expected result of a client: it ends with an exit code, its output has certain texts, and the counters are within bounds.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Expected {
-    /// The client ends with an exit code, its output has certain texts, and the counters are within bounds.
-    End {
-        /// The client's exit code.
-        exit: i32,
-        /// Texts that its output must have.
-        says: Vec<String>,
-        /// Whether the server must also end by itself, with success.
-        server_ends: bool,
-        /// Conditions on the counters of the devices during the run.
-        evidence: Vec<Condition>,
-        /// The reason for a failure, if one is expected.
-        why: Option<String>,
-    },
-    /// The client does not run.
-    Skip {
-        /// The reason.
-        reason: String,
-    },
+pub struct Expected {
+    /// The client's exit code.
+    pub exit: i32,
+    /// Texts that its output must have.
+    pub says: Vec<String>,
+    /// Whether the server must also end by itself, with success.
+    pub server_ends: bool,
+    /// Conditions on the counters of the devices during the run.
+    pub evidence: Vec<Condition>,
+    /// The reason for a failure, if one is expected.
+    pub why: Option<String>,
 }
 
 /// A bound on a counter: `b.nic0.payload.host_written < 64K`. `+` adds counters.
@@ -282,19 +276,16 @@ impl Client {
             Regex::new(pattern).with_context(|| format!("race {pattern:?}"))?;
         }
         ensure!(text.exit == 0 || text.why.is_some(), "one that is to fail needs a why");
-        let expected = match text.skip {
-            Some(reason) => Expected::Skip { reason },
-            None => Expected::End {
-                exit: text.exit,
-                says: text.says,
-                server_ends: text.server_ends.unwrap_or(text.exit == 0),
-                evidence: text
-                    .evidence
-                    .iter()
-                    .map(|text| Condition::parse(text))
-                    .collect::<Result<_>>()?,
-                why: text.why,
-            },
+        let expected = Expected {
+            exit: text.exit,
+            says: text.says,
+            server_ends: text.server_ends.unwrap_or(text.exit == 0),
+            evidence: text
+                .evidence
+                .iter()
+                .map(|text| Condition::parse(text))
+                .collect::<Result<_>>()?,
+            why: text.why,
         };
         Ok(Client {
             name: text.name,
@@ -304,6 +295,7 @@ impl Client {
             limit: Duration::from_secs(text.limit),
             ruins: text.ruins,
             race: text.race,
+            skip: text.skip,
             long_only: text.long_only,
             debug_long_only: text.debug_long_only,
         })
@@ -311,12 +303,10 @@ impl Client {
 
     /// Returns why the client does not run, in a long run or in a short one, on the debug kernel or on the stock kernel.
     pub fn skipped(&self, long: bool, debug: bool) -> Option<String> {
-        if let Expected::Skip { reason } = &self.expected {
-            return Some(reason.clone());
-        }
         let on_debug = self.debug_long_only.as_ref().filter(|_| debug);
-        let reason = self.long_only.as_ref().or(on_debug).filter(|_| !long);
-        reason.map(|reason| format!("only in a long run: {reason}"))
+        let in_short_run = self.long_only.as_ref().or(on_debug).filter(|_| !long);
+        let only_long = in_short_run.map(|reason| format!("only in a long run: {reason}"));
+        self.skip.clone().or(only_long)
     }
 
     /// Returns the command for [`CLIENT`].
@@ -347,7 +337,7 @@ impl Client {
 
     /// Returns whether the server must end by itself.
     pub fn server_ends(&self) -> bool {
-        matches!(self.expected, Expected::End { server_ends: true, .. })
+        self.expected.server_ends
     }
 
     /// Returns whether the client failed because it lost a race against its own server.
@@ -360,7 +350,7 @@ impl Client {
     }
 
     /// Returns the report of a client that does not run for a reason: see [`Client::skipped`].
-    pub fn not_chosen(&self, reason: &str) -> Report {
+    pub fn report_skipped(&self, reason: &str) -> Report {
         Report {
             expected: format!("skip: {reason}"),
             got: "skipped".into(),
@@ -384,57 +374,40 @@ impl Client {
         let mut wrong = Vec::new();
         let mut evidence = Vec::new();
         let mut got = client.map_or_else(|| "the server did not listen".to_owned(), end);
-        let expected = match &self.expected {
-            Expected::Skip { reason } => {
-                got = "skipped".into();
-                format!("skip: {reason}")
+        let expected = &self.expected;
+        let output = client.map(output).unwrap_or_default();
+        if client.is_none_or(|client| client.status != (Status::Exited { code: expected.exit })) {
+            wrong.push(last_words(&output));
+        }
+        for pattern in &expected.says {
+            if !Regex::new(pattern).is_ok_and(|regex| regex.is_match(&output)) {
+                wrong.push(format!("it does not say {pattern:?}: {}", last_words(&output)));
             }
-            Expected::End {
-                exit,
-                says,
-                server_ends,
-                evidence: conditions,
-                why,
-            } => {
-                let output = client.map(output).unwrap_or_default();
-                if client.is_none_or(|client| client.status != (Status::Exited { code: *exit })) {
-                    wrong.push(last_words(&output));
-                }
-                for pattern in says {
-                    if !Regex::new(pattern).is_ok_and(|regex| regex.is_match(&output)) {
-                        wrong.push(format!("it does not say {pattern:?}: {}", last_words(&output)));
+        }
+        let bad_end = |server: &&Outcome| expected.server_ends && server.status != (Status::Exited { code: 0 });
+        if let Some(server) = server.filter(bad_end) {
+            wrong.push(format!(
+                "the server: {}; {}",
+                end(server),
+                last_words(&self::output(server))
+            ));
+        }
+        let logs = [server, client].into_iter().flatten();
+        wrong.extend(
+            logs.flat_map(|outcome| &outcome.findings)
+                .map(|line| format!("kernel: {line}")),
+        );
+        for condition in &expected.evidence {
+            match condition.value(counted) {
+                Ok(value) => {
+                    evidence.push(format!("{}: {value}", condition.text));
+                    if !condition.holds(value) {
+                        wrong.push(format!("not {}: {value}", condition.text));
                     }
                 }
-                let bad_end = |server: &&Outcome| *server_ends && server.status != (Status::Exited { code: 0 });
-                if let Some(server) = server.filter(bad_end) {
-                    wrong.push(format!(
-                        "the server: {}; {}",
-                        end(server),
-                        last_words(&self::output(server))
-                    ));
-                }
-                let logs = [server, client].into_iter().flatten();
-                wrong.extend(
-                    logs.flat_map(|outcome| &outcome.findings)
-                        .map(|line| format!("kernel: {line}")),
-                );
-                for condition in conditions {
-                    match condition.value(counted) {
-                        Ok(value) => {
-                            evidence.push(format!("{}: {value}", condition.text));
-                            if !condition.holds(value) {
-                                wrong.push(format!("not {}: {value}", condition.text));
-                            }
-                        }
-                        Err(e) => wrong.push(format!("{}: {e:#}", condition.text)),
-                    }
-                }
-                match why {
-                    Some(why) => format!("exit {exit}: {why}"),
-                    None => "pass".into(),
-                }
+                Err(e) => wrong.push(format!("{}: {e:#}", condition.text)),
             }
-        };
+        }
         for wrong in &wrong {
             got.push_str("; ");
             got.push_str(wrong);
@@ -448,12 +421,12 @@ impl Client {
             table: String::new(),
             client: self.name.clone(),
             command,
-            expected,
-            got,
-            ok: match self.expected {
-                Expected::Skip { .. } => None,
-                Expected::End { .. } => Some(wrong.is_empty()),
+            expected: match &expected.why {
+                Some(why) => format!("exit {}: {why}", expected.exit),
+                None => "pass".into(),
             },
+            got,
+            ok: Some(wrong.is_empty()),
             seconds: client.map_or(0.0, |client| client.seconds),
             evidence,
         }
@@ -766,11 +739,17 @@ mod tests {
             assert_eq!(skipped(6, long, debug).is_some(), !long);
             assert_eq!(skipped(7, long, debug).is_some(), !long && debug);
         }
-        let slow = &table.clients[6];
-        let reason = slow.skipped(false, false).unwrap();
-        let report = slow.not_chosen(&reason);
-        assert!(report.ok.is_none() && report.got == "skipped", "{report:?}");
-        assert_eq!(report.expected, "skip: only in a long run: it is slow");
+        for (index, expected) in [
+            (5, "skip: no such hardware"),
+            (6, "skip: only in a long run: it is slow"),
+        ] {
+            let client = &table.clients[index];
+            let report = client.report_skipped(&client.skipped(false, false).unwrap());
+            assert!(
+                report.ok.is_none() && report.got == "skipped" && report.expected == expected,
+                "{report:?}"
+            );
+        }
     }
 
     #[test]

@@ -9,8 +9,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use anyhow::{Context, Result};
+use comfy_table::CellAlignment;
 use comfy_table::presets::NOTHING;
-use comfy_table::{CellAlignment, Table};
 use serde::Serialize;
 
 /// The members that every report has.
@@ -124,22 +124,38 @@ impl Drop for Step {
     }
 }
 
-/// Returns the lines of a table. The first `texts` columns are aligned to the left, the others to the right.
-pub fn table<S: ToString>(texts: usize, header: &[S], rows: Vec<Vec<String>>) -> Vec<String> {
-    let mut table = Table::new();
-    table
-        .load_preset(NOTHING)
-        .set_header(header.iter().map(ToString::to_string));
-    for row in rows {
-        table.add_row(row);
-    }
-    for (index, column) in table.column_iter_mut().enumerate() {
-        column.set_padding((0, 2));
-        if index >= texts {
-            column.set_cell_alignment(CellAlignment::Right);
+/// A table of a report, for a terminal and for a [page](crate::page).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Table {
+    texts: usize,
+    /// The names of the columns.
+    pub header: Vec<String>,
+    /// The cells of each row.
+    pub rows: Vec<Vec<String>>,
+}
+
+impl Table {
+    /// Makes a table, of which the first `texts` columns are texts, and the others numbers.
+    pub fn new<S: ToString>(texts: usize, header: &[S], rows: impl IntoIterator<Item = Vec<String>>) -> Self {
+        Self {
+            texts,
+            header: header.iter().map(ToString::to_string).collect(),
+            rows: rows.into_iter().collect(),
         }
     }
-    table.trim_fmt().lines().map(str::to_owned).collect()
+
+    /// Returns the lines of the table. Texts are aligned to the left, numbers to the right.
+    pub fn lines(&self) -> Vec<String> {
+        let mut table = comfy_table::Table::new();
+        table.load_preset(NOTHING).set_header(&self.header).add_rows(&self.rows);
+        for (index, column) in table.column_iter_mut().enumerate() {
+            column.set_padding((0, 2));
+            if index >= self.texts {
+                column.set_cell_alignment(CellAlignment::Right);
+            }
+        }
+        table.trim_fmt().lines().map(str::to_owned).collect()
+    }
 }
 
 #[cfg(test)]
@@ -150,7 +166,7 @@ mod tests {
     #[test]
     fn tables_align_texts_to_the_left_and_numbers_to_the_right() {
         let rows = vec![vec!["a".into(), "7".into()], vec!["long".into(), "1234".into()]];
-        let lines = table(1, &["name", "n"], rows);
+        let lines = Table::new(1, &["name", "n"], rows).lines();
         let words = ["name     n", "a        7", "long  1234"];
         assert_eq!(lines.iter().map(|line| line.trim_end()).collect::<Vec<_>>(), words);
     }

@@ -5,7 +5,7 @@
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
-use crate::demo::Verdict;
+use crate::demo::{Table, Verdict};
 
 /// Colors adapt to the reader's choice of a light or dark page.
 const STYLE: &str = "
@@ -46,12 +46,12 @@ pub fn chart(bars: &[Bar]) -> Markup {
     }
 }
 
-/// Returns a table: a row for each list of cells, below the header.
-pub fn table(header: &[&str], rows: &[Vec<String>]) -> Markup {
+/// Returns a table of a report.
+pub fn table(table: &Table) -> Markup {
     html! {
         div.wide { table {
-            tr { @for name in header { th { (name) } } }
-            @for row in rows { tr { @for cell in row { td { (cell) } } } }
+            tr { @for name in &table.header { th { (name) } } }
+            @for row in &table.rows { tr { @for cell in row { td { (cell) } } } }
         } }
     }
 }
@@ -95,7 +95,7 @@ mod tests {
             text: format!("{value}"),
             other: value > 1.0,
         };
-        let body = html! { (chart(&[bar(1.0), bar(4.0)])) (table(&["name"], &[vec!["<x>".into()]])) };
+        let body = html! { (chart(&[bar(1.0), bar(4.0)])) (table(&Table::new(1, &["name"], [vec!["<x>".into()]]))) };
         let text = page("Rates", &verdict, "Of links.", &body);
         for part in [
             "<title>Rates: failed</title>",

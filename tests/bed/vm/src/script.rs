@@ -95,6 +95,23 @@ impl Script {
         self.check_outcome(node, command, outcome)
     }
 
+    /// Runs a command on every node at the same time. Returns the standard outputs by node.
+    ///
+    /// # Errors
+    ///
+    /// A command fails: the message has the output of each that does.
+    pub fn run_all(&mut self, command: impl Fn(&str) -> Command + Sync) -> Result<BTreeMap<String, String>> {
+        let (mut outputs, mut failures) = (BTreeMap::new(), Vec::new());
+        for (node, outcome) in self.cluster.exec_all(&command)? {
+            match self.check_outcome(&node, &command(&node), outcome) {
+                Ok(output) => drop(outputs.insert(node, output)),
+                Err(error) => failures.push(error.to_string()),
+            }
+        }
+        ensure!(failures.is_empty(), "{}", failures.join("\n"));
+        Ok(outputs)
+    }
+
     /// Runs a server and its client, each to its end. Returns the standard output of server and client.
     ///
     /// # Errors

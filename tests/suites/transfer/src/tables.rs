@@ -2,13 +2,9 @@
 
 //! The report as tables for a terminal.
 
-use p2pmem_vm::demo;
+use p2pmem_vm::demo::Table;
 
 use crate::report::{Cell, Report};
-
-fn header(names: &[&str]) -> Vec<String> {
-    names.iter().map(|name| (*name).to_owned()).collect()
-}
 
 /// Returns the different values of a text of cells, in their order.
 fn distinct<'a>(cells: &'a [Cell], text: impl Fn(&'a Cell) -> &'a str) -> Vec<&'a str> {
@@ -40,7 +36,7 @@ fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
         }));
         row
     });
-    demo::table(1, &names, rows.collect())
+    Table::new(1, &names, rows).lines()
 }
 
 /// Returns the matrices of all modes.
@@ -83,7 +79,7 @@ pub fn calls(report: &Report) -> Vec<String> {
             format!("{:.0}", cost.process_us_server * 1e3),
         ]
     });
-    demo::table(1, &header(&names), rows.collect())
+    Table::new(1, &names, rows).lines()
 }
 
 /// Returns the table of a WRITE's parts, with a bar for each.
@@ -104,7 +100,7 @@ pub fn decompositions(report: &Report) -> Vec<String> {
                 ),
             ]
         });
-        all.extend(demo::table(1, &names, rows.collect()));
+        all.extend(Table::new(1, &names, rows).lines());
     }
     all
 }
@@ -132,20 +128,18 @@ pub fn formula(report: &Report) -> Vec<String> {
             format!("{:.3}", path.instructions),
         ]
     });
-    let mut all = demo::table(1, &header(&names), rows.collect());
+    let mut all = Table::new(1, &names, rows).lines();
     all.push(format!(
         "Bytes moved for a byte, {BYTES_OF_MARK} each: p copied by the program, k by the kernel, R through a root complex"
     ));
-    let bars = report.formula.iter().map(|path| {
-        let part = |mark: &str, bytes: f64| mark.repeat((bytes / BYTES_OF_MARK).round() as usize);
-        let bar = [
-            part("p", path.copied_by_program),
-            part("k", path.copied_by_kernel),
-            part("R", path.root_complex),
-        ];
-        vec![path.name.clone(), bar.concat()]
-    });
-    all.extend(demo::table(2, &header(&["", ""]), bars.collect()).into_iter().skip(1));
+    let width = report.formula.iter().map(|path| path.name.len()).max().unwrap_or(0);
+    let part = |mark: &str, bytes: f64| mark.repeat((bytes / BYTES_OF_MARK).round() as usize);
+    all.extend(report.formula.iter().map(|path| {
+        let program = part("p", path.copied_by_program);
+        let kernel = part("k", path.copied_by_kernel);
+        let root_complex = part("R", path.root_complex);
+        format!("{:<width$}  {program}{kernel}{root_complex}", path.name)
+    }));
     all
 }
 

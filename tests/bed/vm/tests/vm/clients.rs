@@ -56,7 +56,7 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
             let client = &table.clients[index];
             if let Some(reason) = client.skipped(is_long(), bed.name == DEBUG) {
                 // It shows as ignored, and is in the report if other clients of the kernel are.
-                add(bed, reports, &table.name, client.not_chosen(&reason))?;
+                add(bed, reports, &table.name, client.report_skipped(&reason))?;
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
                 continue;
@@ -77,14 +77,14 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     }
     let (own, reports) = (bed.clone(), reports.clone());
     let kernels = Kernels::Stock("these programs test the NIC model, and do not use the module");
-    let all = bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
+    let trial = bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
         pyverbs(&own, &reports, attempt)
     });
-    // Hundreds of tests, of minutes.
+    // These are hundreds of tests, which take minutes.
     trials.push(if is_long() {
-        all
+        trial
     } else {
-        all.with_kind("skipped: only in a long run").with_ignored_flag(true)
+        trial.with_kind("skipped: only in a long run").with_ignored_flag(true)
     });
     Ok(trials)
 }
