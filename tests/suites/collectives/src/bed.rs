@@ -3,11 +3,11 @@
 //! Nodes with p2pmem and a published accelerator, and programs with a rank on each of some nodes, which Open MPI's `mpirun`
 //! starts.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
-use p2pmem_vm::command::{Command, Outcome, Status};
+use anyhow::{Context, Result};
+use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::script::Script;
 use p2pmem_vm::vm::tool;
@@ -74,7 +74,7 @@ impl Bed {
         );
         let serve = format!("{clients}/with-names.sh {clients}/remote-shell.py serve");
         let before = self.script.cluster.snapshot()?;
-        let outcomes = self.script.cluster.exec_all(|node| {
+        let mut outputs = self.script.run_all(|node| {
             let script = match nodes.iter().position(|other| *other == node) {
                 Some(0) => &start,
                 Some(_) => &serve,
@@ -83,27 +83,13 @@ impl Bed {
             Command::new(["bash", "-c", script]).limit(LIMIT)
         })?;
         let counters = difference(&before, &self.script.cluster.snapshot()?);
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
-        let failed = |node: &str| outcomes[node].status != (Status::Exited { code: 0 });
-        if NODES.iter().any(|node| failed(node)) {
-            let all = NODES.map(|node| {
-                let outcome = &outcomes[node];
-                format!(
-                    "{node}: {:?} {} {}",
-                    outcome.status,
-                    text(&outcome.stdout),
-                    text(&outcome.stderr)
-                )
-            });
-            anyhow::bail!("{program}:\n{}", all.join("\n"));
-        }
         let counted = nodes
             .iter()
             .map(|node| {
                 nic_bytes(&counters[node]["nic0"]["counters"]["payload"]).with_context(|| format!("counters of {node}"))
             })
             .collect::<Result<_>>()?;
-        Ok((text(&outcomes[NODES[0]].stdout), counted))
+        Ok((outputs.remove(NODES[0]).unwrap_or_default(), counted))
     }
 
     /// Runs a server on node b and its client on node a, each to its end. Returns the standard output of the client, and what the NICs of
@@ -122,31 +108,14 @@ impl Bed {
         Ok((text, counted.collect::<Result<_>>()?))
     }
 
-    /// Runs a script on the first two nodes at the same time.
-    ///
-    /// # Errors
-    ///
-    /// The script fails on one of them.
-    pub fn run_on_pair(&mut self, script: &str) -> Result<()> {
-        let outcomes = self.script.cluster.exec_all(|node| {
-            let script = if NODES[..2].contains(&node) { script } else { "true" };
-            Command::new(["bash", "-c", script]).limit(LIMIT)
-        })?;
-        for (node, outcome) in &outcomes {
-            success(node, outcome)?;
-        }
-        Ok(())
-    }
-
-    /// Runs a script on the first node. Returns its standard output.
+    /// Runs a script on one of the nodes. Returns its standard output.
     ///
     /// # Errors
     ///
     /// The script fails.
-    pub fn run_on_first(&mut self, script: &str) -> Result<String> {
-        let command = Command::new(["bash", "-c", script]).limit(LIMIT);
-        let outcome = self.script.cluster.exec(NODES[0], &command)?;
-        success(NODES[0], &outcome)
+    pub fn run_script(&mut self, node: &str, script: &str) -> Result<String> {
+        self.script
+            .run_command(node, &Command::new(["bash", "-c", script]).limit(LIMIT))
     }
 
     /// Checks that no buffer is left, withdraws the accelerators and unloads the module, and powers the nodes off. Returns what
@@ -156,17 +125,15 @@ impl Bed {
     }
 }
 
-/// Returns the standard output of a command that must succeed.
-fn success(node: &str, outcome: &Outcome) -> Result<String> {
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_owned();
-    ensure!(
-        outcome.status == (Status::Exited { code: 0 }),
-        "{node}: {:?} {} {}",
-        outcome.status,
-        text(&outcome.stdout),
-        text(&outcome.stderr)
-    );
-    Ok(text(&outcome.stdout))
+/// Returns the folder of the programs that nodes run.
+///
+/// # Errors
+///
+/// They are not built.
+pub fn programs() -> Result<PathBuf> {
+    let ctl = tool("p2pmemctl")?;
+    let folder = Path::new(&ctl).parent().context("p2pmemctl has no folder")?;
+    Ok(folder.to_owned())
 }
 
 fn nic_bytes(payload: &Value) -> Result<NicBytes> {

@@ -9,12 +9,11 @@ use std::time::Duration;
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::wire::Listen;
 use p2pmem_vm::command::Command;
-use p2pmem_vm::demo;
+use p2pmem_vm::demo::Table;
 use p2pmem_vm::qemu::utf8;
-use p2pmem_vm::vm::tool;
 use serde::{Deserialize, Serialize};
 
-use crate::bed::Bed;
+use crate::bed::{Bed, programs};
 
 /// The TCP port of the node that decodes.
 const PORT: u16 = 18532;
@@ -76,8 +75,7 @@ impl Kv {
 ///
 /// The wheels of the engines cannot be installed, the Python package is not built, or a node fails.
 pub fn measure(bed: &mut Bed, clients: &Path) -> Result<Vec<Kv>> {
-    let ctl = tool("p2pmemctl")?;
-    let bin = Path::new(&ctl).parent().context("p2pmemctl has no folder")?;
+    let bin = programs()?;
     // The folder of the tests in guests, which install the same wheels.
     let wheels = bin.with_file_name("tmp").join("wheels/install");
     let installed = Process::new(clients.join("wheels/install")).arg(&wheels).status()?;
@@ -95,7 +93,7 @@ pub fn measure(bed: &mut Bed, clients: &Path) -> Result<Vec<Kv>> {
             let words = format!("{node} {role} --engine {engine} --path {path} {options}");
             let mut command = Command::new(["bash", "-c", &words]).limit(LIMIT);
             for (name, value) in [
-                ("P2PMEM_BIN", bin),
+                ("P2PMEM_BIN", &bin),
                 ("P2PMEM_WHEELS", &wheels),
                 ("P2PMEM_PYTHON", &python),
                 ("P2PMEM_EXAMPLES", &examples),
@@ -138,19 +136,17 @@ pub fn judge(rows: &[Kv]) -> Vec<String> {
     failures
 }
 
-/// The columns of [`cells`].
-pub const HEADER: [&str; 7] = [
-    "engine",
-    "path",
-    "bytes",
-    "host bytes/byte",
-    "copied/byte",
-    "first token, ms",
-    "tokens",
-];
-
-/// Returns the cells of each row.
-pub fn cells(rows: &[Kv]) -> Vec<Vec<String>> {
+/// Returns the rows as a table.
+pub fn table(rows: &[Kv]) -> Table {
+    let header = [
+        "engine",
+        "path",
+        "bytes",
+        "host bytes/byte",
+        "copied/byte",
+        "first token, ms",
+        "tokens",
+    ];
     let row = |row: &Kv| {
         vec![
             row.engine.clone(),
@@ -162,12 +158,7 @@ pub fn cells(rows: &[Kv]) -> Vec<Vec<String>> {
             if row.tokens_equal { "equal" } else { "different" }.to_owned(),
         ]
     };
-    rows.iter().map(row).collect()
-}
-
-/// Returns the lines of the rows as a table.
-pub fn table(rows: &[Kv]) -> Vec<String> {
-    demo::table(2, &HEADER, cells(rows))
+    Table::new(2, &header, rows.iter().map(row))
 }
 
 #[cfg(test)]

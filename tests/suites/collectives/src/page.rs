@@ -51,7 +51,7 @@ pub fn page(report: &Report) -> String {
                 "Bytes are those of the busiest node in a call, counted by the NICs. Rows of nodes that were not measured are counted from the \
                  schedules. The link carries " (format!("{:.1}", report.link_mib_per_s)) " MiB/s."
             }
-            (page::table(&report::COST_HEADER, &report.cost_rows()))
+            (page::table(&report.costs()))
         }
         @for nodes in nodes {
             h3 { "Bytes of the busiest of " (nodes) " nodes" }
@@ -59,24 +59,24 @@ pub fn page(report: &Report) -> String {
         }
         @if !report.baseline.is_empty() {
             h2 { "MPI_Allreduce of Open MPI over UCX, on the same memory" }
-            (page::table(&report::BASELINE_HEADER, &report.baseline_rows()))
+            (page::table(&report.baselines()))
         }
         @if !report.sgd.is_empty() {
             h2 { "Training" }
-            (page::table(&sgd::HEADER, &sgd::cells(&report.sgd)))
+            (page::table(&sgd::table(&report.sgd)))
             @for training in &report.sgd { (losses(training)) }
         }
         @if !report.pipeline.is_empty() {
             h2 { "Pipeline-parallel training" }
-            (page::table(&pipeline::HEADER, &pipeline::cells(&report.pipeline)))
+            (page::table(&pipeline::table(&report.pipeline)))
         }
         @if !report.kv.is_empty() {
             h2 { "Inference: the cache of keys and values between two nodes" }
-            (page::table(&kv::HEADER, &kv::cells(&report.kv)))
+            (page::table(&kv::table(&report.kv)))
         }
         @if !report.slurm.is_empty() {
             h2 { "Slurm: jobs that get bytes of the accelerators" }
-            (page::table(&slurm::HEADER, &slurm::cells(&report.slurm)))
+            (page::table(&slurm::table(&report.slurm)))
         }
     };
     let introduction = format!(

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, Result};
 use p2pmem_training::report::TrainingReport;
-use p2pmem_vm::demo;
+use p2pmem_vm::demo::Table;
 use p2pmem_vm::vm::tool;
 use serde::Serialize;
 
@@ -101,21 +101,19 @@ pub fn judge(pipelines: &[Pipeline]) -> Vec<String> {
     failures
 }
 
-/// The columns of [`cells`].
-pub const HEADER: [&str; 9] = [
-    "nodes",
-    "microbatches",
-    "bytes",
-    "formula",
-    "bubble",
-    "formula",
-    "last loss",
-    "bits of the reference",
-    "host bytes/update",
-];
-
-/// Returns the cells of each pipeline.
-pub fn cells(pipelines: &[Pipeline]) -> Vec<Vec<String>> {
+/// Returns the pipelines as a table.
+pub fn table(pipelines: &[Pipeline]) -> Table {
+    let header = [
+        "nodes",
+        "microbatches",
+        "bytes",
+        "formula",
+        "bubble",
+        "formula",
+        "last loss",
+        "bits of the reference",
+        "host bytes/update",
+    ];
     let row = |pipeline: &Pipeline| {
         let training = &pipeline.training;
         vec![
@@ -130,12 +128,7 @@ pub fn cells(pipelines: &[Pipeline]) -> Vec<Vec<String>> {
             format!("{:.0}", training.host_bytes_per_update),
         ]
     };
-    pipelines.iter().map(row).collect()
-}
-
-/// Returns the pipelines as the lines of a table.
-pub fn table(pipelines: &[Pipeline]) -> Vec<String> {
-    demo::table(0, &HEADER, cells(pipelines))
+    Table::new(0, &header, pipelines.iter().map(row))
 }
 
 #[cfg(test)]

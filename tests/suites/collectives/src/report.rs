@@ -3,7 +3,7 @@
 //! The report of the demo: the cost of each algorithm beside its formula, the baseline, and the aims.
 
 use p2pmem_collectives::report::RunReport;
-use p2pmem_vm::demo::{self, Verdict};
+use p2pmem_vm::demo::{self, Table, Verdict};
 use serde::Serialize;
 
 use crate::bed::NicBytes;
@@ -151,25 +151,21 @@ impl demo::Report for Report {
     }
 }
 
-/// The columns of [`Report::cost_rows`].
-pub const COST_HEADER: [&str; 10] = [
-    "algorithm",
-    "nodes",
-    "rounds",
-    "fan-in",
-    "bytes",
-    "formula",
-    "ratio",
-    "ms",
-    "of the link",
-    "host bytes/byte",
-];
-/// The columns of [`Report::baseline_rows`].
-pub const BASELINE_HEADER: [&str; 4] = ["nodes", "ms", "relative to the ring", "host bytes/byte"];
-
 impl Report {
-    /// Returns the cells of each cost. A number that was not measured is a hyphen.
-    pub fn cost_rows(&self) -> Vec<Vec<String>> {
+    /// Returns the costs as a table. A number that was not measured is a hyphen.
+    pub fn costs(&self) -> Table {
+        let header = [
+            "algorithm",
+            "nodes",
+            "rounds",
+            "fan-in",
+            "bytes",
+            "formula",
+            "ratio",
+            "ms",
+            "of the link",
+            "host bytes/byte",
+        ];
         let number = |value: f64, digits: usize| {
             if value.is_nan() {
                 "-".to_owned()
@@ -191,11 +187,12 @@ impl Report {
                 number(cost.host_bytes_per_byte, 4),
             ]
         };
-        self.cost.iter().map(row).collect()
+        Table::new(1, &header, self.cost.iter().map(row))
     }
 
-    /// Returns the cells of each number of nodes of Open MPI.
-    pub fn baseline_rows(&self) -> Vec<Vec<String>> {
+    /// Returns the numbers of Open MPI as a table.
+    pub fn baselines(&self) -> Table {
+        let header = ["nodes", "ms", "relative to the ring", "host bytes/byte"];
         let row = |baseline: &Baseline| {
             vec![
                 baseline.nodes.to_string(),
@@ -204,7 +201,7 @@ impl Report {
                 format!("{:.2}", baseline.host_bytes_per_byte),
             ]
         };
-        self.baseline.iter().map(row).collect()
+        Table::new(0, &header, self.baseline.iter().map(row))
     }
 
     /// Checks the aims. Adds a failure for each that is not met.

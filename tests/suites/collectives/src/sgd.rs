@@ -7,7 +7,7 @@ use p2pmem_collectives::schedule::Algorithm;
 use p2pmem_training::digits::Digits;
 use p2pmem_training::reference;
 use p2pmem_training::report::{Mode, TrainingReport};
-use p2pmem_vm::demo;
+use p2pmem_vm::demo::Table;
 use p2pmem_vm::vm::tool;
 use serde::Serialize;
 
@@ -190,20 +190,18 @@ pub fn judge(trainings: &[Sgd]) -> Vec<String> {
     failures
 }
 
-/// The columns of [`cells`].
-pub const HEADER: [&str; 8] = [
-    "training",
-    "nodes",
-    "updates",
-    "first loss",
-    "last loss",
-    "recognized",
-    "bits of the reference",
-    "host bytes/update",
-];
-
-/// Returns the cells of each training.
-pub fn cells(trainings: &[Sgd]) -> Vec<Vec<String>> {
+/// Returns the trainings as a table.
+pub fn table(trainings: &[Sgd]) -> Table {
+    let header = [
+        "training",
+        "nodes",
+        "updates",
+        "first loss",
+        "last loss",
+        "recognized",
+        "bits of the reference",
+        "host bytes/update",
+    ];
     let row = |training: &Sgd| {
         vec![
             training.mode.name().to_owned(),
@@ -216,12 +214,7 @@ pub fn cells(trainings: &[Sgd]) -> Vec<Vec<String>> {
             format!("{:.0}", training.host_bytes_per_update),
         ]
     };
-    trainings.iter().map(row).collect()
-}
-
-/// Returns the trainings as the lines of a table.
-pub fn table(trainings: &[Sgd]) -> Vec<String> {
-    demo::table(1, &HEADER, cells(trainings))
+    Table::new(1, &header, trainings.iter().map(row))
 }
 
 #[cfg(test)]
@@ -255,19 +248,8 @@ pub(crate) mod tests {
         };
         let outcome = reference::train(&settings, &Digits::load(), 2, Algorithm::Ring).unwrap();
         let report = TrainingReport {
-            mode: Mode::Synchronous,
-            ranks: 2,
-            algorithm: Some("ring".into()),
-            settings,
-            parameters: settings.network().parameters(),
             updates: 14,
-            outcome,
-            staleness: None,
-            resumed_at: None,
-            checkpoints: 0,
-            seconds: 1.0,
-            pipeline: None,
-            rank_reports: Vec::new(),
+            ..TrainingReport::new(Mode::Synchronous, 2, settings, outcome)
         };
         let nics = [NicBytes {
             peer_read: 100,

@@ -6,15 +6,18 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use p2pmem_vm::demo;
+use p2pmem_vm::demo::Table;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::vm::tool;
 use serde::Serialize;
 
-use crate::bed::Bed;
+use crate::bed::{Bed, NODES, programs};
 
 /// Bytes of each of two jobs that contend: more than half of the 128 MiB of a node.
 const CONTENDING: &str = "72M";
+
+/// The nodes of the cluster. The first one has the controller.
+const CLUSTER: [&str; 2] = [NODES[0], NODES[1]];
 
 /// What a job did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -88,19 +91,22 @@ impl Job {
 ///
 /// A daemon does not start, or a job fails that must not.
 pub fn measure(bed: &mut Bed, clients: &Path) -> Result<Vec<Job>> {
-    let bin = tool("p2pmemctl")?;
-    let bin = Path::new(&bin).parent().context("p2pmemctl has no folder")?;
-    let clients = utf8(clients)?;
-    let environment = format!("export P2PMEM_BIN={} P2PMEM_CLIENTS={clients}", utf8(bin)?);
-    bed.run_on_pair(&format!("{environment}; {clients}/slurm-node.sh"))?;
+    let (bin, clients) = (programs()?, utf8(clients)?);
+    let environment = format!("export P2PMEM_BIN={} P2PMEM_CLIENTS={clients}", utf8(&bin)?);
+    let daemons = format!("{environment}; {clients}/slurm-node.sh");
+    for node in CLUSTER {
+        bed.run_script(node, &daemons)?;
+    }
     let mut run = |case: Case| {
         let script = format!("{environment}; source {clients}/slurm-jobs.sh; {}", case.script);
-        let output = bed.run_on_first(&script).with_context(|| case.name)?;
+        let output = bed.run_script(CLUSTER[0], &script).with_context(|| case.name)?;
         Ok(Job::new(&case, &output))
     };
     let jobs = cases()?.into_iter().map(&mut run).collect();
     // The module cannot be unloaded while there are rules.
-    bed.run_on_pair(&format!("{environment}; {clients}/slurm-node.sh stop"))?;
+    for node in CLUSTER {
+        bed.run_script(node, &format!("{daemons} stop"))?;
+    }
     jobs
 }
 
@@ -124,11 +130,9 @@ pub fn judge(jobs: &[Job]) -> Vec<String> {
     failures
 }
 
-/// The columns of [`cells`].
-pub const HEADER: [&str; 4] = ["job", "expected", "happened", "buffers left"];
-
-/// Returns the cells of each job.
-pub fn cells(jobs: &[Job]) -> Vec<Vec<String>> {
+/// Returns the jobs as a table.
+pub fn table(jobs: &[Job]) -> Table {
+    let header = ["job", "expected", "happened", "buffers left"];
     let row = |job: &Job| {
         vec![
             job.name.to_owned(),
@@ -138,12 +142,7 @@ pub fn cells(jobs: &[Job]) -> Vec<Vec<String>> {
                 .map_or_else(|| "-".to_owned(), |count| count.to_string()),
         ]
     };
-    jobs.iter().map(row).collect()
-}
-
-/// Returns the jobs as the lines of a table.
-pub fn table(jobs: &[Job]) -> Vec<String> {
-    demo::table(3, &HEADER, cells(jobs))
+    Table::new(3, &header, jobs.iter().map(row))
 }
 
 #[cfg(test)]

@@ -15,9 +15,9 @@ use p2pmem_collectives::report::RunReport;
 use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
 use p2pmem_collectives_suite::bed::{Bed, NicBytes};
 use p2pmem_collectives_suite::page::page;
-use p2pmem_collectives_suite::report::{Baseline, COST_HEADER, Cost, Report};
+use p2pmem_collectives_suite::report::{Baseline, Cost, Report};
 use p2pmem_collectives_suite::{kv, pipeline, sgd, slurm};
-use p2pmem_vm::demo::{self, Places, Step};
+use p2pmem_vm::demo::{self, Places, Step, Table};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::vm::tool;
@@ -111,7 +111,7 @@ fn costs(bed: &mut Bed, report: &mut Report) -> Result<()> {
     for algorithm in Algorithm::ALL {
         report.cost.push(simulate(algorithm)?);
     }
-    print(demo::table(1, &COST_HEADER, report.cost_rows()));
+    print(&report.costs());
     println!(
         "   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules."
     );
@@ -161,10 +161,10 @@ fn open_mpi(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
 fn training(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let _step = Step::begin("4. Training: gradients and parameters in accelerators, which add them");
     report.sgd = sgd::measure(bed)?;
-    print(sgd::table(&report.sgd));
+    print(&sgd::table(&report.sgd));
     println!("   The same with a stage of the network on each node:");
     report.pipeline = pipeline::measure(bed)?;
-    print(pipeline::table(&report.pipeline));
+    print(&pipeline::table(&report.pipeline));
     Ok(())
 }
 
@@ -173,7 +173,7 @@ fn inference(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     let _step =
         Step::begin("5. Inference on two nodes: the cache of keys and values goes from one accelerator to the other");
     report.kv = kv::measure(bed, clients)?;
-    print(kv::table(&report.kv));
+    print(&kv::table(&report.kv));
     Ok(())
 }
 
@@ -181,7 +181,7 @@ fn inference(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
 fn slurm_jobs(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     let _step = Step::begin("6. Slurm on two nodes: jobs that get bytes of the accelerators");
     report.slurm = slurm::measure(bed, clients)?;
-    print(slurm::table(&report.slurm));
+    print(&slurm::table(&report.slurm));
     Ok(())
 }
 
@@ -213,8 +213,8 @@ fn simulate(algorithm: Algorithm) -> Result<Cost> {
     ))
 }
 
-fn print(table: Vec<String>) {
-    for line in table {
+fn print(table: &Table) {
+    for line in table.lines() {
         println!("   {line}");
     }
 }
