@@ -6,7 +6,7 @@ use maud::{Markup, PreEscaped, html};
 use p2pmem_perf::plot;
 use p2pmem_vm::page::{self, Bar};
 
-use crate::report::{self, Cost, Report};
+use crate::report::{Cost, Report};
 use crate::{kv, pipeline, sgd, slurm};
 
 /// Bars of the measured algorithms on a number of nodes.
@@ -101,7 +101,7 @@ mod tests {
         let mut report = Report::default();
         let empty = page(&report);
         assert!(!empty.contains("<table>") && !empty.contains("<svg"));
-        report.cost = vec![report::tests::ring()];
+        report.cost = vec![crate::report::tests::ring()];
         report.sgd = vec![sgd::tests::good()];
         report.pipeline = vec![pipeline::tests::good()];
         report.kv = vec![kv::tests::direct()];
