@@ -19,7 +19,7 @@ use p2pmem_sys as abi;
 use rustix::process::{Resource, Rlimit, setrlimit};
 
 use self::devices::{Device, Devices};
-use self::limits::scaled;
+use self::limits::{is_long, scaled};
 use self::sys::Memory;
 // The modules of this crate name these modules as their own.
 use p2pmem_guest::{devices, host, in_time, limits, sys, verbs, wire};
@@ -183,6 +183,36 @@ const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     ),
 ];
 
+/// Tests of decisions, formats, and user-space programs. The stock kernel runs them always, and the debug kernel in long
+/// runs: what its checks find is in life cycles, races, and failures, which other tests have.
+const DEBUG_IN_LONG_RUNS: &[&[Case]] = &[
+    good::CASES,
+    growth::CASES,
+    place::CASES,
+    bridges::CASES,
+    rdma_programs::CASES,
+    doctor::CASES,
+    near::CASES,
+    rules::CASES,
+    rules_more::CASES,
+    trace::CASES,
+];
+
+/// Like [`DEBUG_IN_LONG_RUNS`], by name: tests that take more than a minute on the debug kernel, and whose calls other tests
+/// make there, too.
+const LONG_ON_DEBUG: &[&str] = &["hostile-handles", "open-close", "attach-doorbell-iommu", "rules-many"];
+
+/// Tests of [`DEBUG_IN_LONG_RUNS`] that the debug kernel always runs: many processes at once, and drives that read and write.
+const ALWAYS_ON_DEBUG: &[&str] = &[
+    "stress",
+    "fio",
+    "o-direct",
+    "mmap",
+    "near-removed",
+    "quota-kills",
+    "quota-uncharge",
+];
+
 /// Returns the kernels on which a test runs.
 pub fn kernels(case: &Case) -> Kernels<'static> {
     let one_of = |cases: &[&[Case]]| cases.iter().copied().flatten().any(|other| other.name == case.name);
@@ -193,7 +223,14 @@ pub fn kernels(case: &Case) -> Kernels<'static> {
         return Kernels::Debug("the stock kernel has no fault injection for allocations");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);
-    found.map_or(Kernels::Both, |(_, kernels)| *kernels)
+    if let Some((_, kernels)) = found {
+        return *kernels;
+    }
+    let decides = one_of(DEBUG_IN_LONG_RUNS) && !ALWAYS_ON_DEBUG.contains(&case.name);
+    if !is_long() && (decides || LONG_ON_DEBUG.contains(&case.name)) {
+        return Kernels::Stock("the debug kernel runs the test in a long run");
+    }
+    Kernels::Both
 }
 
 /// Runs a test by name.
