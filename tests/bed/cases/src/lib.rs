@@ -194,13 +194,22 @@ const DEBUG_IN_LONG_RUNS: &[&[Case]] = &[
     doctor::CASES,
     near::CASES,
     rules::CASES,
+    rules_bad::CASES,
     rules_more::CASES,
     trace::CASES,
+    broadcast::CASES,
+    unplug::CASES,
 ];
 
-/// Like [`DEBUG_IN_LONG_RUNS`], by name: tests that take more than a minute on the debug kernel, and whose calls other tests
-/// make there, too.
-const LONG_ON_DEBUG: &[&str] = &["hostile-handles", "open-close", "attach-doorbell-iommu", "rules-many"];
+/// Like [`DEBUG_IN_LONG_RUNS`], by name: tests that take minutes on the debug kernel, and whose calls other tests make there, too.
+const LONG_ON_DEBUG: &[&str] = &[
+    "hostile-handles",
+    "open-close",
+    "attach-doorbell-iommu",
+    "dmabuf-unreachable",
+    "port-error",
+    "unbind-scale",
+];
 
 /// Tests of [`DEBUG_IN_LONG_RUNS`] that the debug kernel always runs: many processes at once, and drives that read and write.
 const ALWAYS_ON_DEBUG: &[&str] = &[
@@ -211,6 +220,7 @@ const ALWAYS_ON_DEBUG: &[&str] = &[
     "near-removed",
     "quota-kills",
     "quota-uncharge",
+    "rules-race",
 ];
 
 /// Returns the kernels on which a test runs.

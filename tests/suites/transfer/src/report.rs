@@ -59,10 +59,8 @@ pub struct Cell {
 pub enum Group {
     /// RDMA between two memories.
     Rdma,
-    /// Writes through host memory.
-    Staged,
-    /// TCP.
-    Tcp,
+    /// TCP, and writes through host memory.
+    Copied,
     /// Puts of UCX.
     Ucx,
 }
@@ -72,21 +70,15 @@ impl Group {
     pub fn options(self) -> &'static str {
         match self {
             Self::Rdma => "--mode write,read,send,write-imm",
-            Self::Staged => "--mode write --staged",
-            Self::Tcp => "--mode tcp",
+            Self::Copied => "--mode tcp --staged",
             Self::Ucx => "--mode ucx",
         }
     }
+}
 
-    /// Returns whether a mode belongs to the group. The matrix of staged writes has direct ones beside them.
-    pub fn has(self, mode: &str) -> bool {
-        match self {
-            Self::Rdma => !["staged", "tcp", "ucx"].contains(&mode),
-            Self::Staged => mode == "staged",
-            Self::Tcp => mode == "tcp",
-            Self::Ucx => mode == "ucx",
-        }
-    }
+/// Returns whether a mode is RDMA between the two memories.
+fn is_rdma(mode: &str) -> bool {
+    !["staged", "tcp", "ucx"].contains(&mode)
 }
 
 /// Payload of NICs, in bytes.
@@ -109,7 +101,7 @@ fn ends_in_host(from: &str, to: &str) -> f64 {
 /// # Errors
 ///
 /// A pair was not measured or not verified.
-pub fn cells(matrix: &Matrix, group: Group, host: HostBytes, link_bytes: u64) -> Result<Vec<Cell>> {
+pub fn cells(matrix: &Matrix, host: HostBytes, link_bytes: u64) -> Result<Vec<Cell>> {
     let mut measured = Vec::new();
     for entry in &matrix.entries {
         let numbers = entry.measured.as_ref().with_context(|| {
@@ -131,16 +123,18 @@ pub fn cells(matrix: &Matrix, group: Group, host: HostBytes, link_bytes: u64) ->
     } else {
         2 * link_bytes
     };
-    let counted = host.connected + if group == Group::Tcp { host.datagrams } else { 0 };
-    // Direct writes beside staged ones move what their ends are.
-    let beside: f64 = measured
-        .iter()
-        .filter(|(entry, _)| !group.has(&entry.mode))
-        .map(|(entry, numbers)| ends_in_host(&entry.from, &entry.to) * numbers.moved_bytes as f64)
-        .sum();
-    measured.retain(|(entry, _)| group.has(&entry.mode));
-    let moved: u64 = measured.iter().map(|(_, numbers)| numbers.moved_bytes).sum();
-    let per_byte = (counted as f64 - link as f64 - beside) / moved.max(1) as f64;
+    // TCP goes over datagrams, all else over connected queue pairs.
+    let per_byte = |over_tcp: bool| {
+        let counted = if over_tcp {
+            host.datagrams as f64
+        } else {
+            host.connected as f64 - link as f64
+        };
+        let of_mode = measured.iter().filter(|(entry, _)| (entry.mode == "tcp") == over_tcp);
+        let moved: u64 = of_mode.map(|(_, numbers)| numbers.moved_bytes).sum();
+        counted / moved.max(1) as f64
+    };
+    let (connected, datagrams) = (per_byte(false), per_byte(true));
     Ok(measured
         .into_iter()
         .map(|(entry, numbers)| Cell {
@@ -150,7 +144,7 @@ pub fn cells(matrix: &Matrix, group: Group, host: HostBytes, link_bytes: u64) ->
             size: entry.size,
             mib_per_s: numbers.mib_per_s,
             ratio_to_link: numbers.ratio_to_link,
-            host_bytes_per_byte: per_byte,
+            host_bytes_per_byte: if entry.mode == "tcp" { datagrams } else { connected },
             copied_bytes_per_byte: numbers.copied_bytes as f64 / numbers.moved_bytes as f64,
             verified: true,
         })
@@ -314,14 +308,14 @@ impl Report {
         let mut missed = Vec::new();
         for cell in &self.matrix {
             let name = format!("{} to {} by {}", cell.from, cell.to, cell.mode);
-            let is_rdma = Group::Rdma.has(&cell.mode);
+            let is_rdma = is_rdma(&cell.mode);
             if is_rdma && !cell.has_links_rate() {
                 missed.push(format!(
                     "{name}: {:.2} of the link's rate; the aim is {LINK_RATIO}",
                     cell.ratio_to_link
                 ));
             }
-            let is_ucx = Group::Ucx.has(&cell.mode);
+            let is_ucx = cell.mode == "ucx";
             let is_direct = is_rdma || is_ucx;
             let expected = if is_direct {
                 ends_in_host(&cell.from, &cell.to)
@@ -415,34 +409,32 @@ mod tests {
     fn host_bytes_are_those_that_nics_counted() {
         // The link's measurement moved 2 MiB, the pair 4 MiB by each mode.
         let measured = matrix(&[("fpga", "accelerator", "write"), ("fpga", "accelerator", "read")]);
-        let bytes = |measured, group, connected, link| -> Vec<f64> {
-            let cells = cells(measured, group, host(connected), link).unwrap();
+        let bytes = |measured, connected, link| -> Vec<f64> {
+            let cells = cells(measured, host(connected), link).unwrap();
             cells.iter().map(|cell| cell.host_bytes_per_byte).collect()
         };
-        assert_eq!(bytes(&measured, Group::Rdma, 2 * 2 * MIB, 2 * MIB), [0.0, 0.0]);
-        assert_eq!(bytes(&measured, Group::Rdma, (2 * 2 + 2) * MIB, 2 * MIB), [0.25, 0.25]);
+        assert_eq!(bytes(&measured, 2 * 2 * MIB, 2 * MIB), [0.0, 0.0]);
+        assert_eq!(bytes(&measured, (2 * 2 + 2) * MIB, 2 * MIB), [0.25, 0.25]);
         // The pair that measures the link is not measured again.
         let measured = matrix(&[("cpu", "cpu", "write"), ("cpu", "cpu", "read")]);
-        assert_eq!(bytes(&measured, Group::Rdma, 4 * 4 * MIB, 4 * MIB), [2.0, 2.0]);
-        // Direct writes beside staged ones.
-        let measured = matrix(&[("cpu", "fpga", "write"), ("cpu", "fpga", "staged")]);
-        assert_eq!(bytes(&measured, Group::Staged, (2 * 2 + 4 + 8) * MIB, 2 * MIB), [2.0]);
-        let measured = matrix(&[("cpu", "fpga", "tcp")]);
-        assert_eq!(bytes(&measured, Group::Tcp, 2 * 2 * MIB, 2 * MIB), [256.0]);
+        assert_eq!(bytes(&measured, 4 * 4 * MIB, 4 * MIB), [2.0, 2.0]);
+        // TCP beside writes through host memory.
+        let measured = matrix(&[("cpu", "fpga", "tcp"), ("cpu", "fpga", "staged")]);
+        assert_eq!(bytes(&measured, (2 * 2 + 8) * MIB, 2 * MIB), [256.0, 2.0]);
         // The link's measurement beside puts of UCX.
         let measured = matrix(&[("accelerator", "accelerator", "ucx")]);
-        assert_eq!(bytes(&measured, Group::Ucx, (2 * 2 + 4) * MIB, 2 * MIB), [1.0]);
+        assert_eq!(bytes(&measured, (2 * 2 + 4) * MIB, 2 * MIB), [1.0]);
     }
 
     #[test]
     fn a_pair_without_numbers_is_an_error() {
         let mut measured = matrix(&[("cpu", "cpu", "write")]);
         measured.entries[0].measured.as_mut().unwrap().verified = None;
-        let error = cells(&measured, Group::Rdma, host(0), 0).unwrap_err().to_string();
+        let error = cells(&measured, host(0), 0).unwrap_err().to_string();
         assert!(error.contains("not verified"), "{error}");
         measured.entries[0].measured = None;
         measured.entries[0].error = Some("no provider".into());
-        let error = cells(&measured, Group::Rdma, host(0), 0).unwrap_err().to_string();
+        let error = cells(&measured, host(0), 0).unwrap_err().to_string();
         assert!(error.contains("no provider"), "{error}");
     }
 
@@ -456,7 +448,7 @@ mod tests {
     fn good() -> Report {
         let measured = matrix(&[("accelerator", "accelerator", "write")]);
         Report {
-            matrix: cells(&measured, Group::Rdma, host(0), 0).unwrap(),
+            matrix: cells(&measured, host(0), 0).unwrap(),
             multi_port: Some(Ports::new(10.0, 20.0, 19.0)),
             ratios: Ratios {
                 accelerator_to_host: 0.95,

@@ -5,11 +5,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use std::{fmt, fs};
 
 use anyhow::{Context, Result, anyhow, ensure};
-use libtest_mimic::{Failed, Trial};
+use libtest_mimic::{Completion, Failed, Trial};
 use p2pmem_cases::Kernels;
 use p2pmem_guest::limits::Overrun;
 use p2pmem_vm::cluster::Cluster;
@@ -84,9 +84,16 @@ impl fmt::Display for LostRace {
 
 impl std::error::Error for LostRace {}
 
-/// The results of the tests that ran.
+/// The results of the tests.
 #[derive(Clone, Default)]
-pub struct Log(Arc<Mutex<Vec<Ran>>>);
+pub struct Log(Arc<Mutex<Results>>);
+
+#[derive(Default)]
+struct Results {
+    ran: Vec<Ran>,
+    /// The tests that did not start, because the time for tests was over.
+    not_started: Vec<String>,
+}
 
 /// A test that ran.
 #[derive(Serialize)]
@@ -127,13 +134,21 @@ impl Ran {
 impl Log {
     fn add(&self, ran: Ran) {
         if let Ok(mut log) = self.0.lock() {
-            log.push(ran);
+            log.ran.push(ran);
         }
+    }
+
+    /// Records that a test did not start, because the time for tests was over.
+    pub fn not_started(&self, name: &str) -> Result<Completion, Failed> {
+        if let Ok(mut log) = self.0.lock() {
+            log.not_started.push(name.to_owned());
+        }
+        Ok(Completion::ignored_with("the time for tests was over"))
     }
 
     /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests. If its
     /// program lost a race of its own, runs it up to [`RACES`] times.
-    pub fn test(&self, name: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<(), Failed> {
+    pub fn test(&self, name: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<Completion, Failed> {
         let mut ran = Ran::new(name, || run(Attempt::First));
         let (mut attempts, mut overruns) = (1, 0);
         loop {
@@ -148,7 +163,7 @@ impl Log {
         }
         let failed = ran.failed.clone();
         self.add(ran);
-        failed.map_or(Ok(()), |reason| Err(Failed::from(reason)))
+        failed.map_or(Ok(Completion::Completed), |reason| Err(Failed::from(reason)))
     }
 
     /// Powers guests off. An error is a failure of its own, not of a test. Guests that take too long are waited for
@@ -174,14 +189,22 @@ impl Log {
     ///
     /// Those of writing a file.
     pub fn end(&self) -> Result<bool> {
-        let log = self.0.lock().map_err(|_| anyhow!("poisoned"))?;
+        let results = self.0.lock().map_err(|_| anyhow!("poisoned"))?;
+        let log = &results.ran;
         if log.is_empty() {
             return Ok(false);
+        }
+        if !results.not_started.is_empty() {
+            println!(
+                "{} tests did not start, because the time for tests was over: {}",
+                results.not_started.len(),
+                results.not_started.join(", ")
+            );
         }
         let (debug, stock): (Vec<&Ran>, Vec<&Ran>) = log.iter().partition(|ran| ran.test.starts_with(DEBUG));
         for (name, ran) in [("vm.json", stock), ("vm-debug.json", debug)] {
             if !ran.is_empty() {
-                write_report(name, json!({ "tests": ran }))?;
+                write_report(name, json!({ "tests": ran, "not_started": results.not_started }))?;
             }
         }
         for ran in log.iter() {
@@ -222,6 +245,8 @@ pub struct Bed {
     pub name: &'static str,
     kernel: Kernel,
     module: Option<PathBuf>,
+    /// Whether the tests are those of the module.
+    of_module: bool,
     shelf: Shelf,
     lanes: Lanes,
     log: Log,
@@ -243,6 +268,7 @@ impl Bed {
             name,
             kernel,
             module,
+            of_module: true,
             shelf: Shelf::default(),
             lanes: lanes.clone(),
             log: log.clone(),
@@ -252,8 +278,17 @@ impl Bed {
         Ok(beds)
     }
 
+    /// Returns the same kernel for tests that are not the module's. They share no guests with the module's, whose rules and providers
+    /// they would see.
+    pub fn for_others(&self) -> Bed {
+        Bed {
+            of_module: false,
+            ..self.clone()
+        }
+    }
+
     /// Makes a test on this kernel with guests of a topology. A test that does not run on the kernel shows as ignored,
-    /// with the reason.
+    /// with the reason. A test that is not the module's also does so if the time for tests is over.
     pub fn trial(
         &self,
         name: &str,
@@ -263,9 +298,13 @@ impl Bed {
     ) -> Trial {
         let (name, own) = (format!("{}::{name}", self.name), self.clone());
         let (lane, place) = (self.lane(topology), self.lanes.place());
-        let trial = Trial::test(name.clone(), move || {
+        let trial = Trial::ignorable_test(name.clone(), move || {
             let permit = own.lanes.wait_for(place, &lane);
-            let outcome = own.log.test(&name, run);
+            let outcome = if own.of_module || !own.lanes.is_over(Duration::ZERO) {
+                own.log.test(&name, run)
+            } else {
+                own.log.not_started(&name)
+            };
             let is_last = permit.is_last();
             // The end of guests mostly waits until new allocations are old enough to count as leaked, so other lanes
             // may run meanwhile.
@@ -286,7 +325,8 @@ impl Bed {
     }
 
     fn lane(&self, topology: &str) -> Lane {
-        (self.name, topology.to_owned())
+        let whose = if self.of_module { "" } else { ", others" };
+        (self.name, format!("{topology}{whose}"))
     }
 
     fn shelf(&self) -> MutexGuard<'_, BTreeMap<Lane, Vec<Guests>>> {

@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use anyhow::Result;
 use libtest_mimic::Trial;
@@ -20,7 +21,14 @@ use crate::bed::Log;
 /// The largest number of lanes that run at the same time. Each has one or two machines of some gigabytes.
 const MOST: usize = 4;
 
-/// The key of tests that share guests: a kernel and a topology, or a name of its own.
+/// How long a test that shares no guests may take: it builds packages, or boots many machines.
+const ALONE_TAKES: Duration = Duration::from_secs(600);
+
+/// The environment variable with the time from which on tests do not start, except those of the module: in seconds since 1970. Without
+/// it, all tests start.
+const UNTIL: &str = "P2PMEM_TESTS_UNTIL";
+
+/// The key of tests that share guests: a kernel, and a topology and whose tests they are, or a name of its own.
 pub type Lane = (&'static str, String);
 
 /// A test that shares no guests.
@@ -32,6 +40,7 @@ pub struct Lanes(Arc<Shared>);
 
 struct Shared {
     at_once: usize,
+    until: Option<SystemTime>,
     places: AtomicUsize,
     state: Mutex<State>,
     changed: Condvar,
@@ -45,6 +54,11 @@ struct State {
     running: BTreeMap<Lane, usize>,
     /// Tests that may run and have not noticed yet.
     called: BTreeSet<usize>,
+}
+
+/// Returns the time that a text has in seconds since 1970.
+fn until(text: &str) -> Option<SystemTime> {
+    UNIX_EPOCH.checked_add(Duration::from_secs(text.parse().ok()?))
 }
 
 impl State {
@@ -85,6 +99,7 @@ impl Lanes {
         let processors = || thread::available_parallelism().map_or(1, usize::from).min(MOST);
         Self(Arc::new(Shared {
             at_once: at_once.unwrap_or_else(processors).max(1),
+            until: std::env::var(UNTIL).ok().and_then(|text| until(&text)),
             places: AtomicUsize::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -99,10 +114,18 @@ impl Lanes {
     /// Makes a test that shares no guests, in a lane of its own.
     pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Trial {
         let (lanes, place, log) = (self.clone(), self.place(), log.clone());
-        Trial::test(name, move || {
+        Trial::ignorable_test(name, move || {
             let _permit = lanes.wait_for(place, &(name, String::new()));
+            if lanes.is_over(ALONE_TAKES) {
+                return log.not_started(name);
+            }
             log.test(name, |_| run())
         })
+    }
+
+    /// Returns whether a test that is not the module's and takes that long must not start any more.
+    pub fn is_over(&self, takes: Duration) -> bool {
+        self.0.until.is_some_and(|until| SystemTime::now() + takes >= until)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -119,23 +119,21 @@ fn main() -> ExitCode {
     let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
     let reports = clients::Reports::default();
     let said = peer::Said::default();
-    let mut trials: Vec<Trial> = [packages::ALONE, runner::ALONE]
-        .concat()
-        .into_iter()
-        .map(|(name, test)| lanes.alone(name, &log, test))
-        .collect();
+    let alone = |tests: &[(&'static str, lanes::Alone)]| -> Vec<Trial> {
+        let made = tests.iter().map(|&(name, test)| lanes.alone(name, &log, test));
+        made.collect()
+    };
+    let mut trials = alone(runner::ALONE);
     let without_module = std::env::var_os("P2PMEM_MODULE").is_none();
-    trials.extend(
-        recorder::ALONE
-            .iter()
-            .map(|&(name, test)| lanes.alone(name, &log, test).with_ignored_flag(without_module)),
-    );
     match Bed::all(&lanes, &log) {
         Ok(beds) => {
-            // The longest tests come first. At the end they would keep one processor busy while the other one is idle.
-            for bed in beds.iter().rev() {
-                trials.extend(trials_on(bed, &reports, &said));
-            }
+            // The module's tests come first: they always run. Of the others, the longest come first. At the end they would keep one
+            // processor busy while the other one is idle.
+            trials.extend(beds.iter().rev().flat_map(|bed| of_module(bed, &said)));
+            trials.extend(alone(packages::ALONE));
+            let of_recorder = alone(recorder::ALONE).into_iter();
+            trials.extend(of_recorder.map(|trial| trial.with_ignored_flag(without_module)));
+            trials.extend(beds.iter().rev().flat_map(|bed| others(&bed.for_others(), &reports)));
             if beds.len() < 2 {
                 eprintln!("{DEBUG_KERNEL} is not set: no test runs on the debug kernel");
             }
@@ -159,9 +157,21 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns all tests on a kernel, ordered by topology, so that guests are shared. The clients come first, as they need
-/// two guests.
-fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Trial> {
+/// Returns the module's tests on a kernel, ordered by topology, so that guests are shared.
+fn of_module(bed: &Bed, said: &peer::Said) -> Vec<Trial> {
+    let mut cases: Vec<_> = cases::all().collect();
+    cases.sort_by_key(|case| (case.topology, case.ruins));
+    let trial = |case: &'static cases::Case| {
+        let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
+        bed.trial(&name, case.topology, cases::kernels(case), move |attempt| {
+            run_case(&own, &said, case, attempt)
+        })
+    };
+    cases.into_iter().map(trial).collect()
+}
+
+/// Returns all other tests on a kernel that share guests. The clients come first, as they need two guests.
+fn others(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
     let mut trials = Vec::new();
     match clients::trials(bed, reports) {
         Ok(clients) => trials.extend(clients),
@@ -181,14 +191,6 @@ fn trials_on(bed: &Bed, reports: &clients::Reports, said: &peer::Said) -> Vec<Tr
         let (own, name) = (bed.clone(), format!("backends::{}", check.name));
         trials.push(bed.trial(&name, check.topology, WITHOUT_MODULE, move |attempt| {
             backends::run_check(&own, check, attempt)
-        }));
-    }
-    let mut of_module: Vec<_> = cases::all().collect();
-    of_module.sort_by_key(|case| (case.topology, case.ruins));
-    for case in of_module {
-        let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
-        trials.push(bed.trial(&name, case.topology, cases::kernels(case), move |attempt| {
-            run_case(&own, &said, case, attempt)
         }));
     }
     trials

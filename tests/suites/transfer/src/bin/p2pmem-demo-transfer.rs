@@ -24,6 +24,13 @@ use p2pmem_vm::qemu::utf8;
 const MEMORIES: [&str; 4] = ["cpu", "accelerator", "cmb", "fpga"];
 /// The memories between which UCX moves messages.
 const BY_UCX: [&str; 2] = ["cpu", "accelerator"];
+/// Memories of devices, the client's and the server's, that are measured together: no byte of host memory is expected, so that the sum
+/// of all pairs shows those of each.
+const DEVICES: [(&str, &str); 3] = [
+    ("accelerator,fpga", "accelerator,fpga"),
+    ("accelerator,fpga", "cmb"),
+    ("cmb", "accelerator,cmb,fpga"),
+];
 /// The server's address on the network of the guests.
 const HOST: &str = "\"$P2PMEM_ADDR_B\"";
 /// The server's address on the network of the first NICs: IP over InfiniBand.
@@ -97,18 +104,13 @@ fn print(title: &str, lines: Vec<String>) {
 /// Measures the matrix on links of a fixed rate.
 fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let _step = Step::begin("2. Every pair of memories by every mode, on links of a fixed rate");
-    for (group, memories) in [
-        (Group::Rdma, &MEMORIES[..]),
-        (Group::Staged, &MEMORIES),
-        (Group::Tcp, &MEMORIES),
-        (Group::Ucx, &BY_UCX),
-    ] {
-        for from in memories {
-            for to in memories {
-                let found = pair(bed, group, from, to, &mut report.link_mib_per_s)?;
-                report.matrix.extend(found);
-            }
-        }
+    let with_host = pairs(&MEMORIES).filter(|(from, to)| [*from, *to].contains(&"cpu"));
+    let by_rdma = with_host.chain(DEVICES).map(|pair| (Group::Rdma, pair));
+    let copied = pairs(&MEMORIES).map(|pair| (Group::Copied, pair));
+    let by_ucx = pairs(&BY_UCX).map(|pair| (Group::Ucx, pair));
+    for (group, (from, to)) in by_rdma.chain(copied).chain(by_ucx) {
+        let found = cells_of(bed, group, from, to, &mut report.link_mib_per_s)?;
+        report.matrix.extend(found);
     }
     print(
         &format!(
@@ -118,6 +120,11 @@ fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
         tables::matrices(report),
     );
     Ok(())
+}
+
+/// Returns all pairs of memories, beginning with those of the first one.
+fn pairs<'a>(memories: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a str)> {
+    memories.iter().flat_map(|from| memories.iter().map(|to| (*from, *to)))
 }
 
 /// Measures one port and two, on links of a fixed rate.
@@ -141,10 +148,11 @@ fn two_ports(bed: &mut Bed, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
-/// Measures a pair of memories by the modes of a group, and the link, unless its rate is known. Another program of the emulator's
-/// machine disturbs a measurement now and then, so RDMA that does not have the link's rate is measured again, with the link.
-fn pair(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Result<Vec<Cell>> {
-    let (messages, depth) = if [from, to].contains(&"cmb") {
+/// Measures each pair of a memory of the list `from` and one of the list `to` by the modes of a group, and the link, unless its rate
+/// is known. Another program of the emulator's machine disturbs a measurement now and then, so RDMA that does not have the link's rate
+/// is measured again, with the link.
+fn cells_of(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Result<Vec<Cell>> {
+    let (messages, depth) = if [from, to].iter().any(|memories| memories.contains("cmb")) {
         MESSAGES_OF_CMB
     } else {
         MESSAGES
@@ -153,7 +161,7 @@ fn pair(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Re
         "matrix HOST --memory {from} --peer-memory {to} --size {MESSAGE} -n {messages} --depth {depth} --events --verify {}",
         group.options()
     );
-    let host = if group == Group::Tcp { OVER_NIC } else { HOST };
+    let host = if group == Group::Copied { OVER_NIC } else { HOST };
     let mut round = 1;
     loop {
         let known = if round == 1 && *link > 0.0 {
@@ -165,7 +173,7 @@ fn pair(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Re
         *link = link.max(matrix.link.first().context("no rate of the link")?.mib_per_s);
         // The link's messages are not part of the pair, but the counters of the NICs have them.
         let beside = if known.is_empty() { MESSAGE * messages } else { 0 };
-        let found = cells(&matrix, group, counted.host()?, beside)?;
+        let found = cells(&matrix, counted.host()?, beside)?;
         let fine = group != Group::Rdma || found.iter().all(Cell::has_links_rate);
         if fine || round == ROUNDS {
             return Ok(found);
