@@ -184,8 +184,9 @@ enum ListenText {
     Rdma(String),
 }
 
+/// A minute is enough on an idle machine.
 fn limit() -> u64 {
-    60
+    150
 }
 
 impl Table {
