@@ -603,7 +603,7 @@ mod tests {
         assert_eq!(table.clients[4].server, Some(("rping -s".into(), Listen::Rdma(7174))));
         assert_eq!(
             table.clients[4].server_command().unwrap().limit,
-            Duration::from_secs(120)
+            Duration::from_secs(300)
         );
         assert!(table.clients[5].server_command().is_none());
     }

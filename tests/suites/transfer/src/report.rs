@@ -156,6 +156,11 @@ impl Cell {
     pub fn has_links_rate(&self) -> bool {
         (LINK_RATIO..=MOST_LINK_RATIO).contains(&self.ratio_to_link)
     }
+
+    /// Returns whether the rate is nearer to the link's than that of another measurement.
+    pub fn is_nearer_to_link(&self, other: &Self) -> bool {
+        (self.ratio_to_link - 1.0).abs() < (other.ratio_to_link - 1.0).abs()
+    }
 }
 
 /// What a message costs on nodes whose clocks count instructions, one message at a time.
