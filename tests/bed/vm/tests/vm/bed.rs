@@ -191,15 +191,15 @@ impl Log {
     pub fn end(&self) -> Result<bool> {
         let results = self.0.lock().map_err(|_| anyhow!("poisoned"))?;
         let log = &results.ran;
-        if log.is_empty() {
-            return Ok(false);
-        }
         if !results.not_started.is_empty() {
             println!(
                 "{} tests did not start, because the time for tests was over: {}",
                 results.not_started.len(),
                 results.not_started.join(", ")
             );
+        }
+        if log.is_empty() {
+            return Ok(false);
         }
         let (debug, stock): (Vec<&Ran>, Vec<&Ran>) = log.iter().partition(|ran| ran.test.starts_with(DEBUG));
         for (name, ran) in [("vm.json", stock), ("vm-debug.json", debug)] {
