@@ -25,7 +25,7 @@ await_idle() {
     await '' rules
 }
 
-buffers() { "$ctl" list --json | python3 -c 'import json, sys; print(json.load(sys.stdin)["info"]["buffers"])'; }
+buffers() { "$P2PMEM_CLIENTS/count-buffers.sh"; }
 
 # The rules of jobs on this node.
 rules() { "$ctl" rules list -n -o NAME | grep slurm || true; }

@@ -595,3 +595,23 @@ pub fn read(path: &Path) -> Result<String> {
         .trim()
         .to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn selections_of_kernels_name_tests() {
+        let named = NOT_BOTH.iter().map(|(name, _)| name);
+        for name in named.chain(LONG_ON_DEBUG).chain(ALWAYS_ON_DEBUG) {
+            assert!(all().any(|case| case.name == *name), "no test has the name {name:?}");
+        }
+        for name in ALWAYS_ON_DEBUG {
+            let mut cases = DEBUG_IN_LONG_RUNS.iter().copied().flatten();
+            assert!(
+                cases.any(|case| case.name == *name),
+                "the debug kernel runs {name:?} anyway"
+            );
+        }
+    }
+}

@@ -184,7 +184,7 @@ enum ListenText {
     Rdma(String),
 }
 
-/// A minute is enough on an idle machine.
+/// Returns the default time limit of a client in seconds. An idle machine needs less than a minute.
 fn limit() -> u64 {
     150
 }

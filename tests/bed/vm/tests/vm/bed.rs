@@ -201,10 +201,15 @@ impl Log {
         if log.is_empty() {
             return Ok(false);
         }
-        let (debug, stock): (Vec<&Ran>, Vec<&Ran>) = log.iter().partition(|ran| ran.test.starts_with(DEBUG));
-        for (name, ran) in [("vm.json", stock), ("vm-debug.json", debug)] {
+        let of_debug = |test: &str| test.starts_with(DEBUG);
+        for (name, debug) in [("vm.json", false), ("vm-debug.json", true)] {
+            let ran: Vec<&Ran> = log.iter().filter(|ran| of_debug(&ran.test) == debug).collect();
+            let not_started = results.not_started.iter().filter(|test| of_debug(test) == debug);
             if !ran.is_empty() {
-                write_report(name, json!({ "tests": ran, "not_started": results.not_started }))?;
+                write_report(
+                    name,
+                    json!({ "tests": ran, "not_started": not_started.collect::<Vec<_>>() }),
+                )?;
             }
         }
         for ran in log.iter() {

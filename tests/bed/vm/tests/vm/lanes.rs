@@ -13,7 +13,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use libtest_mimic::Trial;
 
 use crate::bed::Log;
@@ -56,9 +56,14 @@ struct State {
     called: BTreeSet<usize>,
 }
 
-/// Returns the time that a text has in seconds since 1970.
-fn until(text: &str) -> Option<SystemTime> {
-    UNIX_EPOCH.checked_add(Duration::from_secs(text.parse().ok()?))
+/// Returns the time of [`UNTIL`].
+fn until() -> Result<Option<SystemTime>> {
+    let Ok(text) = std::env::var(UNTIL) else {
+        return Ok(None);
+    };
+    let seconds = text.parse().ok().map(Duration::from_secs);
+    let time = seconds.and_then(|seconds| UNIX_EPOCH.checked_add(seconds));
+    time.map(Some).with_context(|| format!("{UNTIL}={text}"))
 }
 
 impl State {
@@ -95,15 +100,19 @@ impl State {
 
 impl Lanes {
     /// Makes lanes of which `at_once` run at the same time; by default one for each processor.
-    pub fn new(at_once: Option<usize>) -> Self {
+    ///
+    /// # Errors
+    ///
+    /// The variable with the time from which on tests do not start has no time.
+    pub fn new(at_once: Option<usize>) -> Result<Self> {
         let processors = || thread::available_parallelism().map_or(1, usize::from).min(MOST);
-        Self(Arc::new(Shared {
+        Ok(Self(Arc::new(Shared {
             at_once: at_once.unwrap_or_else(processors).max(1),
-            until: std::env::var(UNTIL).ok().and_then(|text| until(&text)),
+            until: until()?,
             places: AtomicUsize::new(0),
             state: Mutex::default(),
             changed: Condvar::new(),
-        }))
+        })))
     }
 
     /// Returns the next position in the order of all tests.

@@ -116,7 +116,14 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
-    let (lanes, log) = (Lanes::new(arguments.test_threads), Log::default());
+    let lanes = match Lanes::new(arguments.test_threads) {
+        Ok(lanes) => lanes,
+        Err(e) => {
+            eprintln!("the order of the tests: {e:#}");
+            return ExitCode::FAILURE;
+        }
+    };
+    let log = Log::default();
     let reports = clients::Reports::default();
     let said = peer::Said::default();
     let alone = |tests: &[(&'static str, lanes::Alone)]| -> Vec<Trial> {
