@@ -4,7 +4,8 @@
 //!
 //! Requests and responses are JSON objects, one per line. Requests: `{"get":"counters"}`, `{"get":"state"}`,
 //! `{"reset":"counters"}`. Devices with a network link: `{"link":"up"}`, `{"link":"down"}`,
-//! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]). Devices that can report a health syndrome:
+//! `{"link":{"delay_us":100,"loss":0.01}}` (see [`LinkFaults`]); `{"rate":12582912}` sets the link's rate in bytes per second, and
+//! `{"rate":null}` makes it a link without a rate. Devices that can report a health syndrome:
 //! `{"fail":1}`. Devices that can hold a transfer in flight: `{"hold":{"qpn":64,"write":true,"min_bytes":4096}}` (see
 //! [`HeldTransfer`]), `{"hold":"release"}`, `{"get":"hold"}`; and `{"drain":false}`, after which changes of memory keys
 //! do not wait for transfers. `{"trace":1000}` starts a trace of that many steps, and `{"get":"trace"}` ends it and returns the
@@ -13,6 +14,7 @@
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::num::NonZeroU64;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -69,6 +71,16 @@ pub trait ControlTarget: Send + Sync {
     /// The device has no link or does not respond.
     fn set_faults(&self, faults: LinkFaults) -> Result<(), String> {
         let _ = faults;
+        Err("this device has no link".into())
+    }
+
+    /// Sets the rate of the network link in bytes per second; `None` for a link without a rate.
+    ///
+    /// # Errors
+    ///
+    /// The device has no link or does not respond.
+    fn set_rate(&self, bytes_per_second: Option<NonZeroU64>) -> Result<(), String> {
+        let _ = bytes_per_second;
         Err("this device has no link".into())
     }
 
@@ -180,6 +192,7 @@ enum Request {
     Get(GetKind),
     Reset(ResetKind),
     Link(Value),
+    Rate(Option<NonZeroU64>),
     Hold(Value),
     Drain(bool),
     Trace(usize),
@@ -324,6 +337,7 @@ impl Control {
             )),
             Request::Drain(on) => self.device.set_drain(on).map(|()| None),
             Request::Reset(ResetKind::Counters) => self.device.reset_counters().map(|()| None),
+            Request::Rate(rate) => self.device.set_rate(rate).map(|()| None),
             Request::Link(Value::String(word)) if word == "up" => self.device.set_link(true).map(|()| None),
             Request::Link(Value::String(word)) if word == "down" => self.device.set_link(false).map(|()| None),
             Request::Link(faults @ Value::Object(_)) => {
@@ -377,6 +391,10 @@ mod tests {
             self.0.lock().unwrap().push(format!("{up}"));
             Ok(())
         }
+        fn set_rate(&self, bytes_per_second: Option<NonZeroU64>) -> Result<(), String> {
+            self.0.lock().unwrap().push(format!("{bytes_per_second:?}"));
+            Ok(())
+        }
         fn set_faults(&self, faults: LinkFaults) -> Result<(), String> {
             self.0.lock().unwrap().push(format!("{faults:?}"));
             Ok(())
@@ -393,6 +411,8 @@ mod tests {
             r#"{"link":"up"}"#,
             r#"{"link":{"delay_us":5,"loss":0.5}}"#,
             r#"{"link":{}}"#,
+            r#"{"rate":5}"#,
+            r#"{"rate":null}"#,
             r#"{"reset":"counters"}"#,
         ] {
             assert_eq!(request(good), json!({"ok": true}), "{good}");
@@ -408,7 +428,9 @@ mod tests {
                 "false".to_owned(),
                 "true".into(),
                 format!("{:?}", faults(5, 0.5)),
-                format!("{:?}", faults(0, 0.0))
+                format!("{:?}", faults(0, 0.0)),
+                "Some(5)".into(),
+                "None".into(),
             ]
         );
         for (bad, error) in [
@@ -426,6 +448,8 @@ mod tests {
             (r#"{"link":{"loss":1.5}}"#, "from 0 to 1"),
             (r#"{"link":{"reorder":-1}}"#, "from 0 to 1"),
             (r#"{"link":{"delay":1}}"#, "unknown field"),
+            (r#"{"rate":0}"#, "nonzero"),
+            (r#"{"rate":"12M"}"#, "invalid type"),
             (r#"{"fail":1}"#, "cannot report a health syndrome"),
             (r#"{"fail":256}"#, "256"),
             (r#"{"get":"counters"}"#, "no answer"),

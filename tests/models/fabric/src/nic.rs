@@ -2,6 +2,7 @@
 
 //! Control requests of NICs, and the subnet of a configuration.
 
+use std::num::NonZeroU64;
 use std::time::Duration;
 
 use p2pmem_ib::{Fabric, Faults, Topology, TopologyError};
@@ -59,6 +60,10 @@ impl ControlTarget for Handle {
             reorder: faults.reorder,
         };
         self.set_faults(faults).map_err(|error| error.to_string())
+    }
+
+    fn set_rate(&self, bytes_per_second: Option<NonZeroU64>) -> Result<(), String> {
+        self.set_rate(bytes_per_second).map_err(|error| error.to_string())
     }
 
     fn hold(&self, transfer: Option<HeldTransfer>) -> Result<(), String> {

@@ -266,6 +266,15 @@ impl Port {
         self.inner.network().set_faults(self.lid, faults);
     }
 
+    /// Sets the rate of the link in each direction, see [`PortConfig::bytes_per_second`]. Packets that are on the link keep their times. On a
+    /// link that has no rate any more, later packets can overtake them.
+    pub fn set_rate(&self, bytes_per_second: Option<NonZeroU64>) {
+        let mut network = self.inner.network();
+        // Packets that are due came first, also if the timer's thread is late.
+        network.deliver_due(self.inner.start.elapsed());
+        network.set_rate(self.lid, bytes_per_second);
+    }
+
     /// Returns the counters of the link.
     pub fn counters(&self) -> LinkCounters {
         self.inner.network().counters(self.lid)

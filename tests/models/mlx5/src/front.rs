@@ -177,6 +177,15 @@ impl Handle {
         self.request(move |model| model.hca.port.set_faults(faults))
     }
 
+    /// Sets the rate of the port's link, in bytes per second in each direction; `None` for a link without a rate.
+    ///
+    /// # Errors
+    ///
+    /// [`NoAnswer`].
+    pub fn set_rate(&self, bytes_per_second: Option<NonZeroU64>) -> Result<(), NoAnswer> {
+        self.request(move |model| model.hca.port.set_rate(bytes_per_second))
+    }
+
     /// Makes the adapter fail until the function is reset: the health counter stops, the health buffer holds `syndrome`
     /// (1 if `syndrome` is 0) and requests a reset, and the adapter ignores commands and doorbells.
     pub fn fail(&self, syndrome: u8) {

@@ -9,6 +9,7 @@
 //! receiver's link in the order in which they arrive at its switch.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::num::NonZeroU64;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -253,6 +254,23 @@ impl Network {
     pub(crate) fn set_faults(&mut self, lid: u16, faults: Faults) {
         if let Some(link) = self.port_link(lid) {
             link.set_faults(faults);
+        }
+    }
+
+    pub(crate) fn set_rate(&mut self, lid: u16, bytes_per_second: Option<NonZeroU64>) {
+        let Some(link) = self.port_link(lid) else { return };
+        info!(lid, ?bytes_per_second, "link rate changed");
+        match (&mut link.transmitters, bytes_per_second) {
+            (Some(transmitters), Some(rate)) => transmitters.iter_mut().for_each(|one| one.set_rate(rate)),
+            (transmitters, rate) => {
+                let before = std::mem::replace(
+                    transmitters,
+                    rate.map(|rate| [Transmitter::new(rate), Transmitter::new(rate)]),
+                );
+                for mut transmitter in before.into_iter().flatten() {
+                    self.wake(transmitter.take_waiting());
+                }
+            }
         }
     }
 

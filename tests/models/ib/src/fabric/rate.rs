@@ -52,6 +52,12 @@ impl Transmitter {
         self.free
     }
 
+    /// Changes the rate. Packets that were accepted keep their times, and the next one follows them.
+    pub(super) fn set_rate(&mut self, bytes_per_second: NonZeroU64) {
+        self.bytes_per_second = bytes_per_second;
+        self.fraction = 0;
+    }
+
     fn backlog(&self, now: Duration) -> Duration {
         self.free.saturating_sub(now)
     }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Links with a rate: they take exactly as long as their rate says, lose nothing, and keep the order of packets.
+//! Links with a rate: they take exactly as long as their rate says, lose nothing, and keep the order of packets, except when the rate is
+//! removed.
 
 use proptest::prelude::*;
 
@@ -95,6 +96,54 @@ fn bytes_take_their_number_divided_by_the_rate() {
         let difference = time.abs_diff(expected);
         assert!(difference < Duration::from_nanos(10), "{time:?}, expected {expected:?}");
         assert_nothing_lost(&sim);
+    }
+}
+
+fn set_rate(sim: &Simulation, node: usize, rate: Option<u64>) {
+    let rate = rate.map(|rate| NonZeroU64::new(rate).unwrap());
+    sim.network.borrow_mut().set_rate(sim.lid(node), rate);
+}
+
+#[test]
+fn another_rate_counts_for_the_packets_that_follow() {
+    let mut sim = pair(Service::Rc, RATE);
+    post_writes(&mut sim, 0, 2, 100);
+    let first = time_of_sends(&mut sim, 0, 50);
+    for node in 0..2 {
+        set_rate(&sim, node, Some(10 * RATE));
+    }
+    let rest = time_of_sends(&mut sim, 0, 100);
+    assert_eq!(sim.sends(0), ok(0..100));
+    // The packets on the links keep their times.
+    assert_nothing_lost(&sim);
+    let half = time_of(counters(&sim, 0).tx_bytes / 2, RATE);
+    assert!(first.abs_diff(half) < half / 10, "{first:?}, half {half:?}");
+    assert!(
+        (half / 10..half / 10 + SLACK).contains(&rest),
+        "{rest:?}, half {half:?}"
+    );
+}
+
+#[test]
+fn senders_continue_on_a_link_without_a_rate_any_more() {
+    // The link of the sender or that of the receiver has a rate at first. It is so low that the link accepts less than the adapter's window.
+    let slow = Some(RATE / 64);
+    for (node, rates) in [(0, [slow, None]), (1, [None, slow])] {
+        let mut sim = with_rates(&rates);
+        sim.pair(Service::Rc, Connection::default());
+        post_writes(&mut sim, 0, 2, 100);
+        sim.settle();
+        assert!(sim.sends(0).is_empty());
+        let now = sim.now.get();
+        assert!(!sim.network.borrow_mut().has_space(sim.lid(0), sim.lid(1), now));
+        set_rate(&sim, node, None);
+        let woken = sim.nodes[0].inbox.try_recv();
+        assert!(matches!(woken, Ok(Delivery::PathReady)), "{rates:?}");
+        assert!(sim.nodes[0].inbox.try_recv().is_err());
+        sim.nodes[0].engine.path_ready();
+        // Packets that overtake those on the link are sent again.
+        time_of_sends(&mut sim, 0, 100);
+        assert_eq!(sim.sends(0), ok(0..100));
     }
 }
 
