@@ -108,8 +108,16 @@ impl Observer for Terminal<'_> {
 ///
 /// Any error of the test, and those of the observer. The message says what to do.
 pub fn measure(args: &RunArgs, observer: &dyn Observer) -> Result<Report> {
+    measure_on(args, open_nics(&args.own.side.nic)?, observer)
+}
+
+/// As [`measure`], with these NICs.
+///
+/// # Errors
+///
+/// Those of [`measure`].
+pub(crate) fn measure_on(args: &RunArgs, nics: Vec<Arc<Nic>>, observer: &dyn Observer) -> Result<Report> {
     // Errors that need no server are reported before the first message to the server.
-    let nics = open_nics(&args.own.side.nic)?;
     let mut test = args.test(nics.len());
     test.check().map_err(anyhow::Error::msg)?;
     test.space = space(&args.own, &nics, &test, &|| observer.proceed())?;

@@ -3,17 +3,20 @@
 //! `matrix`: measures every pair of memories by every mode, relative to the link.
 //!
 //! The link's rate is that of writes from host memory to host memory, measured first in the same run, unless the options
-//! state it. Each pair is a run of its own ([`client::measure`]) with the same parameters.
+//! state it. Each pair is a run of its own, as by [`client::measure`], with the same parameters.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::io::Write;
+use std::sync::Arc;
 
 use anyhow::{ensure, Context, Result};
 use indicatif::ProgressBar;
 use p2pmem::short_size;
 use p2pmem_payload::kind::MemoryKind;
+use p2pmem_payload::nic::open_nics;
+use p2pmem_verbs::Nic;
 use serde::{Deserialize, Serialize};
 
 use crate::cli::RunArgs;
@@ -344,7 +347,31 @@ impl MatrixObserver for Terminal {
 ///
 /// The link cannot be measured, or the observer ends the measurement.
 pub fn measure(args: &MatrixArgs, observer: &dyn MatrixObserver) -> Result<Matrix> {
-    measure_with(args, observer, &client::measure)
+    let nics: Reused<Vec<Arc<Nic>>> = Reused::default();
+    measure_with(args, observer, &|args, observer| {
+        let nics = nics.get(|nics| are_usable(nics), || open_nics(&args.own.side.nic))?;
+        client::measure_on(args, nics, observer)
+    })
+}
+
+/// Returns whether all NICs are still there and connected. One that was reset or replaced since it was opened is not.
+fn are_usable(nics: &[Arc<Nic>]) -> bool {
+    nics.iter().all(|nic| nic.port().is_ok_and(|port| port.is_active))
+}
+
+/// A value that is made once, and again when it is not usable any more.
+#[derive(Default)]
+struct Reused<T>(RefCell<Option<T>>);
+
+impl<T: Clone> Reused<T> {
+    fn get(&self, is_usable: impl Fn(&T) -> bool, make: impl FnOnce() -> Result<T>) -> Result<T> {
+        let value = match self.0.take().filter(is_usable) {
+            Some(value) => value,
+            None => make()?,
+        };
+        self.0.replace(Some(value.clone()));
+        Ok(value)
+    }
 }
 
 /// Measures a pair.

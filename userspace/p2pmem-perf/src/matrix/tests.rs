@@ -57,6 +57,22 @@ fn report(args: &RunArgs, milliseconds: u64, nics: u64) -> Report {
 }
 
 #[test]
+fn a_value_is_made_again_when_it_is_not_usable_any_more() {
+    let (reused, made) = (Reused::default(), RefCell::new(0));
+    let get = |is_usable: bool| {
+        let make = || {
+            *made.borrow_mut() += 1;
+            Ok(*made.borrow())
+        };
+        reused.get(|_| is_usable, make).unwrap()
+    };
+    assert_eq!([get(true), get(true), get(false), get(true)], [1, 1, 2, 2]);
+    // After an attempt that failed, nothing is left to reuse.
+    assert!(reused.get(|_| false, || bail!("no NIC")).is_err());
+    assert_eq!(get(true), 3);
+}
+
+#[test]
 fn every_pair_is_measured_once_by_every_mode() {
     let args = args("--memory cpu,cmb --peer-memory cpu,accelerator --mode write,read --staged --size 1M,2M");
     let runs = RefCell::new(Vec::new());
