@@ -45,8 +45,6 @@ enum ServerEnd {
     Must,
     /// By itself, or it is stopped after a while.
     May,
-    /// It is stopped at once: it serves one client after another.
-    Stopped,
 }
 
 /// The outcomes of a server and its client.
@@ -237,15 +235,6 @@ impl Cluster {
         self.serve_with(server, client, ServerEnd::Must)
     }
 
-    /// Runs a server that does not end by itself, and stops it as soon as its client has ended.
-    ///
-    /// # Errors
-    ///
-    /// Those of [`Cluster::serve`].
-    pub fn serve_one_client(&mut self, server: (&str, &Command), client: (&str, &Command)) -> Result<Served> {
-        self.serve_with(server, client, ServerEnd::Stopped)
-    }
-
     fn serve_with(&mut self, server: (&str, &Command), client: (&str, &Command), end: ServerEnd) -> Result<Served> {
         let (server_name, command) = server;
         let [server_vm, client_vm] = self.two(server_name, client.0)?;
@@ -275,7 +264,6 @@ impl Cluster {
             };
             let limit = match &outcome {
                 _ if end == ServerEnd::Must => SERVER_MUST_END,
-                _ if end == ServerEnd::Stopped => Duration::ZERO,
                 Some(Ok(outcome)) if fine(outcome) => SERVER_END,
                 _ => SERVER_END_AFTER_FAILURE,
             };
@@ -329,6 +317,19 @@ impl Cluster {
         let request = Request::Control {
             name: nic.to_owned(),
             request: json!({ "link": setting }),
+        };
+        self.node(node)?.serve(&request).map(drop)
+    }
+
+    /// Sets the rate of a NIC's link in bytes per second; `None` for a link without a rate.
+    ///
+    /// # Errors
+    ///
+    /// The NIC does not exist, or its process refuses the rate.
+    pub fn set_rate(&mut self, node: &str, nic: &str, bytes_per_second: Option<u64>) -> Result<()> {
+        let request = Request::Control {
+            name: nic.to_owned(),
+            request: json!({ "rate": bytes_per_second }),
         };
         self.node(node)?.serve(&request).map(drop)
     }

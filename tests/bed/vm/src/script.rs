@@ -32,10 +32,29 @@ impl Script {
     ///
     /// Those of [`Cluster::boot`]; a guest has another kernel than `release`.
     pub fn boot(topology: &str, release: &str) -> Result<Self> {
-        let layout = Layout::load(&topologies().join(format!("{topology}.toml")))?;
+        let layout = Self::layout(topology)?;
         println!("1. Boot: {}", layout.description);
-        let cluster = Cluster::boot(&layout, &Options::default())?;
-        println!("   ready after {:.1} s", cluster.boot_time().as_secs_f64());
+        let script = Self::boot_layout(&layout, release)?;
+        println!("   ready after {:.1} s", script.cluster.boot_time().as_secs_f64());
+        Ok(script)
+    }
+
+    /// Reads a topology by its name.
+    ///
+    /// # Errors
+    ///
+    /// No valid topology has this name.
+    pub fn layout(topology: &str) -> Result<Layout> {
+        Layout::load(&topologies().join(format!("{topology}.toml")))
+    }
+
+    /// As [`Script::boot`], but prints nothing.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Script::boot`].
+    pub fn boot_layout(layout: &Layout, release: &str) -> Result<Self> {
+        let cluster = Cluster::boot(layout, &Options::default())?;
         let mut script = Self {
             cluster,
             devices: BTreeMap::new(),

@@ -2,12 +2,13 @@
 
 //! Two nodes with p2pmem and published devices, and `p2pmem-perf` between them.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use p2pmem_guest::wire::{Listen, Request};
+use p2pmem_guest::wire::Request;
 use p2pmem_mlx5::Steps;
-use p2pmem_vm::command::{Command, Status};
+use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::script::Script;
 use p2pmem_vm::vm::tool;
@@ -36,6 +37,18 @@ pub struct Bed {
     ctl: String,
     /// The devices that are published on each node. Both nodes are alike.
     published: Vec<&'static str>,
+    servers: Vec<Server>,
+}
+
+/// A server of `p2pmem-perf`.
+struct Server {
+    node: &'static str,
+    /// Places of its NICs in [`NICS`].
+    nics: Vec<usize>,
+    /// Whether it serves UCX, with the shim.
+    by_ucx: bool,
+    port: u16,
+    pid: u32,
 }
 
 /// What devices did during a measurement.
@@ -44,13 +57,12 @@ pub struct Counted {
 }
 
 impl Bed {
-    /// Boots a topology, loads the module and publishes the devices.
+    /// Loads the module of booted nodes and publishes the devices.
     ///
     /// # Errors
     ///
-    /// A guest does not boot, or a command fails.
-    pub fn boot(topology: &str, release: &str, module: &str) -> Result<Self> {
-        let mut script = Script::boot(topology, release)?;
+    /// A command fails.
+    pub fn new(mut script: Script, module: &str) -> Result<Self> {
         let ctl = tool("p2pmemctl")?;
         let published: Vec<_> = PUBLISHED
             .into_iter()
@@ -64,6 +76,7 @@ impl Bed {
             perf: tool("p2pmem-perf")?,
             ctl,
             published,
+            servers: Vec::new(),
         })
     }
 
@@ -76,10 +89,17 @@ impl Bed {
         self.script.run(node, &["bash", "-c", script])
     }
 
-    /// Checks that no buffer is left, withdraws the devices and unloads the module, and powers the nodes off. Returns what
+    /// Ends the servers, checks that no buffer is left, withdraws the devices and unloads the module, and powers the nodes off. Returns what
     /// failed.
-    pub fn shut_down(self) -> Vec<String> {
-        self.script.unload_and_shut_down(&NODES, &self.ctl, &self.published)
+    pub fn shut_down(mut self) -> Vec<String> {
+        let mut failures = Vec::new();
+        for Server { node, port, pid, .. } in std::mem::take(&mut self.servers) {
+            // The server has the lock until its descriptors are closed. It has no buffers without a client.
+            let end = format!("kill {pid} && flock --timeout 30 /run/serve.{port}.lock true");
+            failures.extend(self.shell(node, &end).err().map(|error| format!("{error:#}")));
+        }
+        failures.extend(self.script.unload_and_shut_down(&NODES, &self.ctl, &self.published));
+        failures
     }
 
     /// Returns the names of NICs' RDMA devices, as options have them.
@@ -91,57 +111,94 @@ impl Bed {
         Ok(names.join(","))
     }
 
-    /// Runs commands of `p2pmem-perf` at the same time, each against a server of its own: its NICs and its arguments. The word
-    /// HOST stands for the server. Returns their results.
+    /// Returns the port of the server of a node with these NICs. The first call starts the server, which serves until the nodes are shut
+    /// down.
+    fn server(&mut self, node: &'static str, nics: &[usize], by_ucx: bool) -> Result<u16> {
+        let is_it = |server: &&Server| server.node == node && server.nics == nics && server.by_ucx == by_ucx;
+        if let Some(server) = self.servers.iter().find(is_it) {
+            return Ok(server.port);
+        }
+        let port = PORT + self.servers.len() as u16;
+        // In a session of its own, the server outlives the command that starts it. This command reads the process id
+        // until the server closes the pipe, so the session exists then. It ends when the server listens.
+        let start = format!(
+            "pid=$(setsid bash -c 'echo $$; exec 9>/run/serve.{port}.lock; flock 9; exec {} serve {} --forever --events --nic {} \
+                --port {port} </dev/null >/run/serve.{port} 2>&1' &)
+            echo $pid
+            for _ in {{1..600}}; do
+                grep -q ':{port:04X} 00000000:0000 0A' /proc/net/tcp && exit
+                sleep 0.05
+            done
+            tail /run/serve.{port} >&2
+            exit 1",
+            self.words(by_ucx)?,
+            if by_ucx { "--ucx" } else { "" },
+            self.nics(node, nics)?
+        );
+        let pid = self.shell(node, &start)?;
+        self.servers.push(Server {
+            node,
+            nics: nics.to_vec(),
+            by_ucx,
+            port,
+            pid: pid.trim().parse().with_context(|| format!("a process: {pid:?}"))?,
+        });
+        Ok(port)
+    }
+
+    /// Returns the words that start `p2pmem-perf`. UCX registers buffers by their addresses, which takes the shim.
+    fn words(&self, by_ucx: bool) -> Result<String> {
+        let perf = &self.perf;
+        Ok(if by_ucx {
+            format!("env LD_PRELOAD={} {perf}", tool("libp2pmem_preload.so")?)
+        } else {
+            perf.clone()
+        })
+    }
+
+    /// Runs commands of `p2pmem-perf` on the first node at the same time, each with its NICs and its arguments, against a server on
+    /// `node` with the same NICs. The word HOST stands for the server's address `host`. Returns their results.
     ///
     /// # Errors
     ///
     /// A command fails.
-    pub fn perf_together<T: DeserializeOwned>(&mut self, host: &str, runs: &[(&[usize], &str)]) -> Result<Vec<T>> {
-        let (mut serve, mut run, perf) = (String::new(), "set -e\npids=()\n".to_owned(), self.perf.clone());
-        // UCX registers buffers by their addresses, which takes the shim.
-        let by_ucx = runs.iter().any(|(_, arguments)| arguments.contains("--mode ucx"));
-        let (shim, allow) = if by_ucx {
-            (format!("LD_PRELOAD={} ", tool("libp2pmem_preload.so")?), " --ucx")
-        } else {
-            (String::new(), "")
-        };
+    fn perf_against<T: DeserializeOwned>(
+        &mut self,
+        node: &'static str,
+        host: &str,
+        runs: &[(&[usize], &str)],
+    ) -> Result<Vec<T>> {
+        let mut seen = BTreeSet::new();
+        ensure!(
+            runs.iter().all(|(nics, _)| seen.insert(nics)),
+            "{runs:?}: a server serves one client after another, so runs at the same time need different NICs"
+        );
+        let mut script = "set -e\npids=()\n".to_owned();
+        let mut ports = Vec::new();
         for (index, (nics, arguments)) in runs.iter().enumerate() {
-            let port = PORT + index as u16;
-            serve += &format!(
-                "{shim}{perf} serve{allow} --forever --events --nic {} --port {port} 2>/dev/null &\n",
-                self.nics(NODES[1], nics)?
-            );
-            run += &format!(
-                "{shim}{perf} --json {} --nic {} --port {port} >/run/perf.{index} & pids+=($!)\n",
+            let by_ucx = arguments.contains("--mode ucx");
+            let port = self.server(node, nics, by_ucx)?;
+            ports.push(port);
+            script += &format!(
+                "{} --json {} --nic {} --port {port} >/run/perf.{index} & pids+=($!)\n",
+                self.words(by_ucx)?,
                 arguments.replace("HOST", host),
                 self.nics(NODES[0], nics)?
             );
         }
-        serve += "wait\n";
-        run += "for pid in \"${pids[@]}\"; do wait \"$pid\"; done\ncat /run/perf.*; rm /run/perf.*\n";
-        let last = PORT + runs.len() as u16 - 1;
-        let server = Command::new(["bash", "-c", &serve])
-            .limit(LIMIT)
-            .listen(Listen::Tcp(last));
-        let client = Command::new(["bash", "-c", &run]).limit(LIMIT);
-        let served = self
-            .script
-            .cluster
-            .serve_one_client((NODES[1], &server), (NODES[0], &client))?;
-        let client = served
-            .client
-            .with_context(|| format!("the server ended: {:?}", served.server))?;
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-        ensure!(
-            client.status == (Status::Exited { code: 0 }),
-            "{runs:?}: {:?}\n{}{}\nserver: {}",
-            client.status,
-            text(&client.stdout),
-            text(&client.stderr),
-            text(&served.server.stderr)
-        );
-        let lines = text(&client.stdout);
+        script += "for pid in \"${pids[@]}\"; do wait \"$pid\"; done\ncat /run/perf.*; rm /run/perf.*\n";
+        let command = Command::new(["bash", "-c", &script]).limit(LIMIT);
+        let lines = match self.script.run_command(NODES[0], &command) {
+            Ok(lines) => lines,
+            Err(error) => {
+                // The servers' output has the reason if one of them has ended.
+                let logs: Vec<String> = ports.iter().map(|port| format!("/run/serve.{port}")).collect();
+                let said = self
+                    .shell(node, &format!("tail -n 5 {}", logs.join(" ")))
+                    .unwrap_or_default();
+                return Err(error.context(format!("the servers of {node}: {said}")));
+            }
+        };
         let results = lines
             .lines()
             .map(|line| serde_json::from_str(line).with_context(|| line.to_owned()));
@@ -155,6 +212,15 @@ impl Bed {
         Ok(results)
     }
 
+    /// Runs commands of `p2pmem-perf` at the same time, each against a server of its own on the other node, see [`Bed::perf_by`].
+    ///
+    /// # Errors
+    ///
+    /// A command fails.
+    pub fn perf_together<T: DeserializeOwned>(&mut self, host: &str, runs: &[(&[usize], &str)]) -> Result<Vec<T>> {
+        self.perf_against(NODES[1], host, runs)
+    }
+
     /// Runs a command of `p2pmem-perf` by the first NICs.
     ///
     /// # Errors
@@ -164,13 +230,24 @@ impl Bed {
         self.perf_by("\"$P2PMEM_ADDR_B\"", arguments)
     }
 
-    /// As [`Bed::perf`], with another name of the server: one of its addresses.
+    /// Runs a command of `p2pmem-perf` by the first NICs. The word HOST in the arguments stands for `host`: one of the addresses of the
+    /// server.
     ///
     /// # Errors
     ///
     /// The command fails.
     pub fn perf_by<T: DeserializeOwned>(&mut self, host: &str, arguments: &str) -> Result<T> {
         let mut results = self.perf_together(host, &[(&[0], arguments)])?;
+        results.pop().context("no result")
+    }
+
+    /// Runs a command of `p2pmem-perf` by the first NIC of a node, against a server on the same node and NIC.
+    ///
+    /// # Errors
+    ///
+    /// The command fails.
+    pub fn perf_within<T: DeserializeOwned>(&mut self, arguments: &str) -> Result<T> {
+        let mut results = self.perf_against(NODES[0], "127.0.0.1", &[(&[0], arguments)])?;
         results.pop().context("no result")
     }
 
@@ -203,6 +280,20 @@ impl Bed {
         }
         let steps = <[Steps; 2]>::try_from(steps).ok().context("two traces")?;
         Ok((done, steps))
+    }
+
+    /// Makes the links of all NICs links without a rate.
+    ///
+    /// # Errors
+    ///
+    /// A NIC does not respond.
+    pub fn remove_rates(&mut self) -> Result<()> {
+        for node in NODES {
+            for nic in NICS {
+                self.script.cluster.set_rate(node, nic, None)?;
+            }
+        }
+        Ok(())
     }
 
     fn control(&mut self, node: &str, request: Value) -> Result<Value> {

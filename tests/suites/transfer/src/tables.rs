@@ -2,50 +2,77 @@
 
 //! The report as tables for a terminal.
 
+use p2pmem_perf::stats::Latency;
 use p2pmem_vm::demo::Table;
 
 use crate::report::{Cell, Report};
 
-/// Returns the different values of a text of cells, in their order.
-fn distinct<'a>(cells: &'a [Cell], text: impl Fn(&'a Cell) -> &'a str) -> Vec<&'a str> {
+/// The client's memory, the server's, and the mode.
+type Place<'a> = (&'a str, &'a str, &'a str);
+
+/// Returns the different values of a list, in their order.
+fn distinct<'a>(values: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
     let mut found = Vec::new();
-    for cell in cells {
-        if !found.contains(&text(cell)) {
-            found.push(text(cell));
+    for value in values {
+        if !found.contains(&value) {
+            found.push(value);
         }
     }
     found
 }
 
-/// Returns the matrix of a mode: rows are the client's memory, columns the server's.
-fn matrix(cells: &[Cell], mode: &str) -> Vec<String> {
-    let all: Vec<Cell> = cells.iter().filter(|cell| cell.mode == mode).cloned().collect();
-    let columns = distinct(&all, |cell| &cell.to);
-    let mut names = vec![mode.to_owned()];
-    names.extend(columns.iter().map(|to| (*to).to_owned()));
-    let rows = distinct(&all, |cell| &cell.from).into_iter().map(|from| {
-        let mut row = vec![from.to_owned()];
-        row.extend(columns.iter().map(|to| {
-            let cell = all.iter().find(|cell| cell.from == from && cell.to == *to);
-            cell.map_or_else(String::new, |cell| {
-                format!(
-                    "{:.2} / {:.1} / {:.1}",
-                    cell.ratio_to_link, cell.host_bytes_per_byte, cell.copied_bytes_per_byte
-                )
-            })
-        }));
-        row
-    });
-    Table::new(1, &names, rows).lines()
+/// Returns a table for each mode: rows are the client's memory, columns the server's.
+fn grids(cells: &[(Place<'_>, String)]) -> Vec<String> {
+    let mut lines = Vec::new();
+    for mode in distinct(cells.iter().map(|((_, _, mode), _)| *mode)) {
+        let of_mode = || cells.iter().filter(|((_, _, found), _)| *found == mode);
+        let columns = distinct(of_mode().map(|((_, to, _), _)| *to));
+        let mut names = vec![mode.to_owned()];
+        names.extend(columns.iter().map(|to| (*to).to_owned()));
+        let rows = distinct(of_mode().map(|((from, _, _), _)| *from))
+            .into_iter()
+            .map(|from| {
+                let mut row = vec![from.to_owned()];
+                row.extend(columns.iter().map(|to| {
+                    let mut found = of_mode().filter(|(place, _)| *place == (from, *to, mode));
+                    found.next().map_or_else(String::new, |(_, text)| text.clone())
+                }));
+                row
+            });
+        lines.extend(Table::new(1, &names, rows).lines());
+    }
+    lines
 }
 
 /// Returns the matrices of all modes.
-pub fn matrices(report: &Report) -> Vec<String> {
-    let modes = distinct(&report.matrix, |cell| &cell.mode);
-    modes
-        .into_iter()
-        .flat_map(|mode| matrix(&report.matrix, mode))
-        .collect()
+pub fn matrices(cells: &[Cell]) -> Vec<String> {
+    let text = |cell: &Cell| {
+        format!(
+            "{:.2} / {:.1} / {:.1}",
+            cell.ratio_to_link, cell.host_bytes_per_byte, cell.copied_bytes_per_byte
+        )
+    };
+    let cells: Vec<_> = cells
+        .iter()
+        .map(|cell| ((cell.from.as_str(), cell.to.as_str(), cell.mode.as_str()), text(cell)))
+        .collect();
+    grids(&cells)
+}
+
+/// Returns the latencies of all modes.
+pub fn latencies(report: &Report) -> Vec<String> {
+    let text = |latency: &Latency| format!("{:.0} / {:.0} / {:.0}", latency.p50_us, latency.p99_us, latency.p999_us);
+    let cells: Vec<_> = report
+        .latencies
+        .iter()
+        .map(|one| {
+            (
+                (one.from.as_str(), one.to.as_str(), one.mode.as_str()),
+                text(&one.latency),
+            )
+        })
+        .collect();
+    grids(&cells)
 }
 
 /// Returns the table of calls.
@@ -147,6 +174,28 @@ pub fn formula(report: &Report) -> Vec<String> {
 mod tests {
     use super::*;
     use crate::report::PathCost;
+
+    #[test]
+    fn a_mode_has_a_table_with_a_row_for_each_memory_of_the_client() {
+        let cell = |from, to, mode, text: &str| ((from, to, mode), text.to_owned());
+        let lines = grids(&[
+            cell("cpu", "cmb", "write", "a"),
+            cell("fpga", "cpu", "write", "b"),
+            cell("cpu", "cpu", "write", "c"),
+            cell("cpu", "cmb", "read", "d"),
+        ]);
+        let words: Vec<Vec<&str>> = lines.iter().map(|line| line.split_whitespace().collect()).collect();
+        assert_eq!(
+            words,
+            [
+                vec!["write", "cmb", "cpu"],
+                vec!["cpu", "a", "c"],
+                vec!["fpga", "b"],
+                vec!["read", "cmb"],
+                vec!["cpu", "d"]
+            ]
+        );
+    }
 
     #[test]
     fn a_path_has_a_bar_of_its_bytes() {

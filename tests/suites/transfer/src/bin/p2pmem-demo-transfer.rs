@@ -6,6 +6,7 @@
 use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -14,23 +15,23 @@ use p2pmem_perf::report::{Report as RunReport, SizeResult};
 use p2pmem_perf::rpc::Rpc;
 use p2pmem_transfer_suite::bed::{Bed, NODES};
 use p2pmem_transfer_suite::decomposition::Decomposition;
-use p2pmem_transfer_suite::report::{Cell, Group, PathCost, Ports, Report, cells, costs};
+use p2pmem_transfer_suite::report::{
+    Cell, Group, PathCost, Ports, Report, cells, costs, keep_nearest, message_latencies, slow_pairs,
+};
 use p2pmem_transfer_suite::tables;
 use p2pmem_vm::demo::{self, Places, Step};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
+use p2pmem_vm::script::Script;
 
-/// The memories of the matrix.
-const MEMORIES: [&str; 4] = ["cpu", "accelerator", "cmb", "fpga"];
-/// The memories between which UCX moves messages.
-const BY_UCX: [&str; 2] = ["cpu", "accelerator"];
-/// Memories of devices, the client's and the server's, that are measured together: no byte of host memory is expected, so that the sum
-/// of all pairs shows those of each.
-const DEVICES: [(&str, &str); 3] = [
-    ("accelerator,fpga", "accelerator,fpga"),
-    ("accelerator,fpga", "cmb"),
-    ("cmb", "accelerator,cmb,fpga"),
+/// All pairs of memories, the client's and the server's, in groups with the same messages.
+const GROUPS: [(&str, &str); 3] = [
+    ("cpu,accelerator,fpga", "cpu,accelerator,fpga"),
+    ("cpu,accelerator,fpga", "cmb"),
+    ("cmb", "cpu,accelerator,cmb,fpga"),
 ];
+/// All memories.
+const ALL: &str = "cpu,accelerator,cmb,fpga";
 /// The server's address on the network of the guests.
 const HOST: &str = "\"$P2PMEM_ADDR_B\"";
 /// The server's address on the network of the first NICs: IP over InfiniBand.
@@ -46,7 +47,7 @@ const MESSAGES: Messages = Messages {
 const MESSAGES_OF_CMB: Messages = Messages {
     bytes: 256 << 10,
     count: 6,
-    depth: 2,
+    depth: 3,
 };
 /// Such messages that processors copy.
 const COPIES_OF_CMB: Messages = Messages {
@@ -93,19 +94,39 @@ fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.verdict.kernel_release = kernel::release()?;
-    let nodes: [(&str, &[Part]); 3] = [
-        ("transfer", &[matrix, two_ports]),
-        ("transfer-count", &[instructions, calls, formula]),
-        ("rdma", &[decomposition, accelerators]),
-    ];
-    for (topology, parts) in nodes {
-        let mut bed = Bed::boot(topology, &report.verdict.kernel_release, utf8(&module)?)?;
-        let done = parts.iter().try_for_each(|part| part(&mut bed, report));
+    let (release, module) = (report.verdict.kernel_release.clone(), utf8(&module)?);
+    let mut bed = Bed::new(Script::boot("transfer", &release)?, module)?;
+    let done = do_all(&[matrix, two_ports], &mut bed, report)
+        .and_then(|()| bed.remove_rates())
+        .and_then(|()| do_all(&[latencies, decomposition, accelerators], &mut bed, report));
+    if done.is_err() {
         report.verdict.failures.extend(bed.shut_down());
-        done?;
+        return done;
     }
+    // No rate within a node has an aim, so the next nodes boot meanwhile.
+    let layout = Script::layout("transfer-count")?;
+    let next = thread::scope(|scope| {
+        let next = scope.spawn(|| Script::boot_layout(&layout, &release));
+        let done = within(&mut bed, report);
+        report
+            .verdict
+            .failures
+            .extend(done.err().map(|error| format!("{error:#}")));
+        report.verdict.failures.extend(bed.shut_down());
+        next.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+    })?;
+    println!("1. Booted meanwhile: {}", layout.description);
+    let mut bed = Bed::new(next, module)?;
+    let done = do_all(&[instructions, calls, formula], &mut bed, report);
+    report.verdict.failures.extend(bed.shut_down());
+    done?;
     report.judge();
     Ok(())
+}
+
+/// Does the parts one after another.
+fn do_all(parts: &[Part], bed: &mut Bed, report: &mut Report) -> Result<()> {
+    parts.iter().try_for_each(|part| part(bed, report))
 }
 
 fn print(title: &str, lines: Vec<String>) {
@@ -118,22 +139,31 @@ fn print(title: &str, lines: Vec<String>) {
 /// Measures the matrix on links of a fixed rate.
 fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let _step = Step::begin("2. Every pair of memories by every mode, on links of a fixed rate");
-    let with_host = pairs(&MEMORIES).filter(|(from, to)| [*from, *to].contains(&"cpu"));
-    let by_rdma = with_host.chain(DEVICES).map(|pair| (Group::Rdma, pair));
-    let copied = pairs(&MEMORIES).map(|pair| (Group::Copied, pair));
-    let by_ucx = pairs(&BY_UCX).map(|pair| (Group::Ucx, pair));
-    for (group, (from, to)) in by_rdma.chain(copied).chain(by_ucx) {
-        let found = cells_of(bed, group, from, to, &mut report.link_mib_per_s)?;
-        report.matrix.extend(found);
+    for group in [Group::Rdma, Group::Copied] {
+        for (from, to) in GROUPS {
+            let found = cells_of(bed, group, from, to, &mut report.link_mib_per_s)?;
+            report.matrix.extend(found);
+        }
     }
+    let found = cells_of(bed, Group::Ucx, ALL, ALL, &mut report.link_mib_per_s)?;
+    report.matrix.extend(found);
+    report.matrix.sort_by_key(by_memories);
     print(
         &format!(
             "Ratio to the link's {:.1} MiB/s / host bytes / bytes copied by processors, for a byte; rows: the client's memory",
             report.link_mib_per_s
         ),
-        tables::matrices(report),
+        tables::matrices(&report.matrix),
     );
     Ok(())
+}
+
+/// Returns the key that sorts the cells of a mode by their memories.
+fn by_memories(cell: &Cell) -> [usize; 2] {
+    [&cell.from, &cell.to].map(|memory| {
+        let place = ALL.split(',').position(|known| known == memory);
+        place.unwrap_or(usize::MAX)
+    })
 }
 
 /// Messages of one size.
@@ -154,11 +184,6 @@ impl Messages {
             (false, _) => &MESSAGES,
         }
     }
-}
-
-/// Returns all pairs of memories, beginning with those of the first one.
-fn pairs<'a>(memories: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a str)> {
-    memories.iter().flat_map(|from| memories.iter().map(|to| (*from, *to)))
 }
 
 /// Measures one port and two, on links of a fixed rate.
@@ -183,51 +208,52 @@ fn two_ports(bed: &mut Bed, report: &mut Report) -> Result<()> {
 }
 
 /// Measures each pair of a memory of the list `from` and one of the list `to` by the modes of a group, and the link, unless its rate
-/// is known. Another program of the emulator's machine disturbs a measurement now and then, so RDMA that does not have the link's rate
-/// is measured again, with the link, and the result that is nearest to that rate counts.
+/// is known. Another program of the emulator's machine disturbs a measurement now and then, so a pair whose RDMA does not have the link's
+/// rate is measured again, with the link, and the result that is nearest to that rate counts.
 fn cells_of(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -> Result<Vec<Cell>> {
-    let Messages { bytes, count, depth } = Messages::of(group, from, to);
-    let arguments = format!(
-        "matrix HOST --memory {from} --peer-memory {to} --size {bytes} -n {count} --depth {depth} --events --verify {}",
-        group.options()
-    );
-    let host = if group == Group::Copied { OVER_NIC } else { HOST };
-    let mut best: Vec<Cell> = Vec::new();
-    for round in 0..ROUNDS {
-        let known = if round == 0 && *link > 0.0 {
-            format!(" --link-rate {link}")
-        } else {
-            String::new()
-        };
-        let (matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &(arguments.clone() + &known)))?;
-        *link = link.max(matrix.link.first().context("no rate of the link")?.mib_per_s);
-        // The link's messages are not part of the pair, but the counters of the NICs have them.
-        let beside = if known.is_empty() { bytes * count } else { 0 };
-        let found = cells(&matrix, counted.host()?, beside)?;
-        if best.is_empty() {
-            best = found;
-        } else {
-            for (best, found) in best.iter_mut().zip(found) {
-                if found.is_nearer_to_link(best) {
-                    *best = found;
-                }
+    let known = (*link > 0.0).then_some(*link);
+    let mut cells = measure(bed, group, from, to, known, link)?;
+    if group == Group::Rdma {
+        for _ in 1..ROUNDS {
+            for (from, to) in slow_pairs(&cells) {
+                keep_nearest(&mut cells, measure(bed, group, &from, &to, None, link)?);
             }
         }
-        if group != Group::Rdma || best.iter().all(Cell::has_links_rate) {
-            break;
-        }
     }
-    Ok(best)
+    Ok(cells)
+}
+
+/// Measures each pair of a memory of the list `from` and one of the list `to` by the modes of a group, once. `known` is the link's rate.
+/// Without it, the link is measured, and `link` is the largest rate so far.
+fn measure(bed: &mut Bed, group: Group, from: &str, to: &str, known: Option<f64>, link: &mut f64) -> Result<Vec<Cell>> {
+    let Messages { bytes, count, depth } = Messages::of(group, from, to);
+    let arguments = format!(
+        "matrix HOST --memory {from} --peer-memory {to} --size {bytes} -n {count} --depth {depth} --events --verify {} {}",
+        group.options(),
+        link_rate(known)
+    );
+    let host = if group == Group::Copied { OVER_NIC } else { HOST };
+    let (matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &arguments))?;
+    *link = link.max(matrix.link.first().context("no rate of the link")?.mib_per_s);
+    // The link's messages are not part of the pair, but the counters of the NICs have them.
+    let beside = if known.is_none() { bytes * count } else { 0 };
+    cells(&matrix, counted.host()?, beside)
+}
+
+/// Returns the option that states the link's rate.
+fn link_rate(known: Option<f64>) -> String {
+    known.map(|rate| format!("--link-rate {rate}")).unwrap_or_default()
 }
 
 /// Measures one port, and two ports of one process and of two.
 fn ports(bed: &mut Bed) -> Result<Ports> {
-    let run = "run HOST --memory accelerator --peer-memory accelerator --size 256K -n 64 --events";
+    // Processes do not start at the same time. With many messages, this is a small part of the time.
+    let run = "run HOST --memory accelerator --peer-memory accelerator --size 256K --events -n 128";
     let mut rate = |runs: &[(&[usize], &str)]| -> Result<f64> {
         let reports: Vec<RunReport> = bed.perf_together(HOST, runs)?;
         let results: Vec<_> = reports.iter().filter_map(|report| report.results.first()).collect();
         ensure!(results.len() == runs.len(), "a run without a result");
-        // Processes do not start at the same time: from the first start to the last end.
+        // From the first start to the last end.
         let start = results.iter().map(|result| result.started_unix_ns).min().unwrap_or(0);
         let end = |result: &&SizeResult| result.started_unix_ns as f64 + result.speed.seconds * 1e9;
         let end = results.iter().map(end).fold(0.0, f64::max);
@@ -246,10 +272,8 @@ fn ports(bed: &mut Bed) -> Result<Ports> {
 
 /// Counts the instructions of every pair.
 fn instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    let _step = Step::begin("4. Instructions and latency of every pair, one message at a time");
-    let memories = MEMORIES.join(",");
-    let options =
-        format!("--memory {memories} --peer-memory {memories} --size {SMALL} -n {FEW} --depth 1 --events --verify");
+    let _step = Step::begin("8. Instructions of every pair, one message at a time");
+    let options = format!("--memory {ALL} --peer-memory {ALL} --size {SMALL} -n {FEW} --depth 1 --events --verify");
     for (host, modes) in [
         (HOST, "--mode write,read,send,write-imm --staged"),
         (OVER_NIC, "--mode tcp"),
@@ -274,7 +298,7 @@ fn instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
 
 /// Counts the instructions of calls.
 fn calls(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    let _step = Step::begin("5. Calls to another node's memory: two-sided and one-sided, polling and events");
+    let _step = Step::begin("9. Calls to another node's memory: two-sided and one-sided, polling and events");
     let rpc: Rpc = bed.perf("rpc HOST --size 8,4K -n 100")?;
     report.rpc = rpc.rpc;
     print(
@@ -292,7 +316,7 @@ fn calls(bed: &mut Bed, report: &mut Report) -> Result<()> {
 
 /// Measures the cost of each path.
 fn formula(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    let _step = Step::begin("6. The cost of each path from accelerator to accelerator");
+    let _step = Step::begin("10. The cost of each path from accelerator to accelerator");
     for (name, host, mode) in [
         ("kernel buffers: TCP", OVER_NIC, "--mode tcp"),
         ("registered host memory: staged", HOST, "--mode write --staged"),
@@ -379,9 +403,46 @@ const TRACEPOINTS_OFF: &str = "
     for event in skb/skb_copy_datagram_iovec net/net_dev_queue; do echo 0 >events/$event/enable; done
     awk 'match($0, /len=[0-9]+/) { sum += substr($0, RSTART + 4, RLENGTH - 4) } END { print sum + 0 }' trace";
 
+/// Measures the latency of every pair, on links without a rate.
+fn latencies(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin(
+        "4. Latency of every pair by WRITE and READ, for 4 KiB, one message at a time, on links without a rate",
+    );
+    let matrix: Matrix = bed.perf(&format!(
+        "matrix HOST --memory {ALL} --peer-memory {ALL} --mode write,read --size 4K -n 1000 --depth 1 --link-rate 1"
+    ))?;
+    report.latencies = message_latencies(&matrix)?;
+    print(
+        "Microseconds: median / 99 % / 99.9 %; rows: the client's memory. Times of the emulation, not of silicon",
+        tables::latencies(report),
+    );
+    Ok(())
+}
+
+/// Measures every pair within one node, on links without a rate.
+fn within(bed: &mut Bed, report: &mut Report) -> Result<()> {
+    let _step = Step::begin(
+        "7. Every pair of memories of one node by WRITE and READ, through its NIC, while the next nodes boot",
+    );
+    let arguments = format!(
+        "matrix HOST --memory {ALL} --peer-memory {ALL} --mode write,read --size {SMALL} -n 16 --depth 4 --events --verify"
+    );
+    let (matrix, counted) = bed.counted(|bed| bed.perf_within::<Matrix>(&arguments))?;
+    let host_to_host = matrix.link.first().context("no rate from host to host")?.mib_per_s;
+    report.within_node = cells(&matrix, counted.host()?, 0)?;
+    report.within_node.sort_by_key(by_memories);
+    print(
+        &format!(
+            "Ratio to the {host_to_host:.0} MiB/s from host to host / host bytes / bytes copied by processors, for a byte"
+        ),
+        tables::matrices(&report.within_node),
+    );
+    Ok(())
+}
+
 /// Splits the latency of a WRITE.
 fn decomposition(bed: &mut Bed, report: &mut Report) -> Result<()> {
-    let _step = Step::begin("7. The parts of a WRITE of 4 KiB, from the NICs' clocks");
+    let _step = Step::begin("5. The parts of a WRITE of 4 KiB, from the NICs' clocks");
     for memory in ["cpu", "accelerator"] {
         let run = format!("run HOST --memory {memory} --peer-memory {memory} --size 4K -n 300 --depth 1");
         let (measured, [own, peer]) = bed.traced(|bed| bed.perf::<RunReport>(&run))?;
@@ -399,7 +460,7 @@ fn decomposition(bed: &mut Bed, report: &mut Report) -> Result<()> {
 /// Compares rates of accelerators and hosts on links without a rate.
 fn accelerators(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let _step =
-        Step::begin("8. Accelerators, relative to hosts and to the path through host memory, on links without a rate");
+        Step::begin("6. Accelerators, relative to hosts and to the path through host memory, on links without a rate");
     let mut best = [0.0_f64; 3];
     for _ in 0..ROUNDS {
         // The processes of the models access each page of a device's memory for the first time once, which takes them as long as
