@@ -337,7 +337,7 @@ pub struct PathCost {
 /// The aims.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Ratios {
-    /// Accelerator to accelerator by RDMA WRITE, divided by host to host, on links without a rate.
+    /// Accelerator to accelerator by RDMA WRITE, divided by host to host immediately before, on links without a rate: the median of several.
     pub accelerator_to_host: f64,
     /// Accelerator to accelerator by RDMA WRITE, divided by the same through host memory, on links without a rate.
     pub direct_to_staged: f64,
@@ -349,11 +349,10 @@ pub struct Ratios {
     pub two_sided_server_instructions: f64,
 }
 
-impl Ratios {
-    /// Returns whether accelerators reach the aims on links without a rate.
-    pub fn reach_aims_of_accelerators(&self) -> bool {
-        self.accelerator_to_host >= ACCELERATOR_RATIO && self.direct_to_staged >= STAGED_RATIO
-    }
+/// Returns the median of numbers: of an even number of them, the larger one in the middle.
+pub fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// The report.
@@ -637,6 +636,13 @@ mod tests {
         assert_eq!(judged(0), 0);
         // A thousandth of the bytes of one pair by one mode.
         assert_eq!(judged(4 * MIB / 1000), 64);
+    }
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![2.0, 1.0]), 2.0);
+        assert!(median(Vec::new()).is_nan());
     }
 
     fn good() -> Report {
