@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail};
 use p2pmem_guest::wire::{Network, Request};
-use serde_json::{Value, json};
+use serde_json::Value;
 
 use crate::checks;
 use crate::command::{Command, Outcome, Status};
@@ -308,30 +308,14 @@ impl Cluster {
         Ok(Value::Object(all))
     }
 
-    /// Sets a property of a NIC's link: `"up"`, `"down"`, or another setting of the device process.
+    /// Sends a request to the control socket of a device. Returns the answer.
     ///
     /// # Errors
     ///
-    /// The NIC does not exist, or its process refuses the setting.
-    pub fn link(&mut self, node: &str, nic: &str, setting: Value) -> Result<()> {
-        let request = Request::Control {
-            name: nic.to_owned(),
-            request: json!({ "link": setting }),
-        };
-        self.node(node)?.serve(&request).map(drop)
-    }
-
-    /// Sets the rate of a NIC's link in bytes per second; `None` for a link without a rate.
-    ///
-    /// # Errors
-    ///
-    /// The NIC does not exist, or its process refuses the rate.
-    pub fn set_rate(&mut self, node: &str, nic: &str, bytes_per_second: Option<u64>) -> Result<()> {
-        let request = Request::Control {
-            name: nic.to_owned(),
-            request: json!({ "rate": bytes_per_second }),
-        };
-        self.node(node)?.serve(&request).map(drop)
+    /// The device does not exist, or its process refuses the request.
+    pub fn control(&mut self, node: &str, device: &str, request: Value) -> Result<Value> {
+        let name = device.to_owned();
+        self.node(node)?.serve(&Request::Control { name, request })
     }
 
     /// As [`Cluster::power_off`], if the caller does not wait for the guests again.

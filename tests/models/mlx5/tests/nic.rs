@@ -7,7 +7,9 @@ mod inflight;
 #[path = "nic/trace.rs"]
 mod trace;
 
+use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use p2pmem_ib::{Fabric, Topology};
 use p2pmem_mlx5::layout::{constants, ifc, op, wire};
@@ -724,6 +726,15 @@ fn adapters_exchange_data_and_survive_link_flap() {
     a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
     a.handle.set_link(true).unwrap();
     until("event", || a.event(&mut events));
+    assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
+    // A link with a rate takes its time.
+    a.handle.set_rate(NonZeroU64::new(32 << 20)).unwrap();
+    let start = Instant::now();
+    a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
+    assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
+    assert!(start.elapsed() >= Duration::from_secs(1) / 32, "{:?}", start.elapsed());
+    a.handle.set_rate(None).unwrap();
+    a.send(&mut qp_a, constants::MLX5_OPCODE_RDMA_WRITE, 0, &write);
     assert_eq!(ended(&a.wait(&mut cq_a)).0, constants::MLX5_CQE_REQ);
 }
 

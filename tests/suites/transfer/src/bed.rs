@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use p2pmem_guest::wire::Request;
 use p2pmem_mlx5::Steps;
 use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
@@ -270,12 +269,12 @@ impl Bed {
     /// Those of `what`.
     pub fn traced<T>(&mut self, what: impl FnOnce(&mut Self) -> Result<T>) -> Result<(T, [Steps; 2])> {
         for node in NODES {
-            self.control(node, json!({ "trace": STEPS }))?;
+            self.script.cluster.control(node, NICS[0], json!({ "trace": STEPS }))?;
         }
         let done = what(self)?;
         let mut steps = Vec::new();
         for node in NODES {
-            let answer = self.control(node, json!({ "get": "trace" }))?;
+            let answer = self.script.cluster.control(node, NICS[0], json!({ "get": "trace" }))?;
             steps.push(serde_json::from_value(answer["trace"].clone()).context("a trace")?);
         }
         let steps = <[Steps; 2]>::try_from(steps).ok().context("two traces")?;
@@ -290,18 +289,10 @@ impl Bed {
     pub fn remove_rates(&mut self) -> Result<()> {
         for node in NODES {
             for nic in NICS {
-                self.script.cluster.set_rate(node, nic, None)?;
+                self.script.cluster.control(node, nic, json!({ "rate": null }))?;
             }
         }
         Ok(())
-    }
-
-    fn control(&mut self, node: &str, request: Value) -> Result<Value> {
-        let name = NICS[0].to_owned();
-        self.script
-            .cluster
-            .node(node)?
-            .serve(&Request::Control { name, request })
     }
 }
 

@@ -84,9 +84,15 @@ fn parts(own: &[&Step], peer: &[&Step], from: u64, to: u64) -> Option<[u64; TERM
     Some(parts)
 }
 
-fn median(mut values: Vec<u64>) -> f64 {
-    values.sort_unstable();
-    values.get(values.len() / 2).map_or(0.0, |value| *value as f64 / 1e3)
+/// Returns the median of numbers: of an even number of them, the larger one in the middle.
+pub fn median(mut numbers: Vec<f64>) -> f64 {
+    numbers.sort_by(f64::total_cmp);
+    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// Returns the median of times in nanoseconds, in microseconds.
+fn median_us(times: impl Iterator<Item = u64>) -> f64 {
+    median(times.map(|ns| ns as f64 / 1e3).collect())
 }
 
 impl Decomposition {
@@ -128,10 +134,10 @@ impl Decomposition {
             .enumerate()
             .map(|(index, term)| Term {
                 term: (*term).to_owned(),
-                us: median(found.iter().map(|parts| parts[index]).collect()),
+                us: median_us(found.iter().map(|parts| parts[index])),
             })
             .collect();
-        let nics = median(found.iter().map(|parts| parts.iter().sum()).collect());
+        let nics = median_us(found.iter().map(|parts| parts.iter().sum()));
         ensure!(
             nics <= total_us,
             "{name}: the NICs' steps take {nics} us, the message {total_us} us"
@@ -182,6 +188,13 @@ mod tests {
             ]);
         }
         [own, peer]
+    }
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(vec![2.0, 1.0]), 2.0);
+        assert!(median(Vec::new()).is_nan());
     }
 
     #[test]

@@ -36,6 +36,8 @@ const STAGED_HOST_BYTES: f64 = 2.0;
 const ALL_PAIRS: usize = 16;
 /// All modes.
 const MODES: [&str; 7] = ["write", "read", "send", "write-imm", "tcp", "staged", "ucx"];
+/// The modes whose instructions are counted.
+const BUT_UCX: [&str; 6] = ["write", "read", "send", "write-imm", "tcp", "staged"];
 /// The modes of the matrix within a node and of the latencies.
 const ONE_SIDED: [&str; 2] = ["write", "read"];
 /// Kind of memory of the host.
@@ -226,11 +228,14 @@ pub struct MessageCost {
 }
 
 /// Returns the costs of a matrix whose nodes' clocks count instructions.
-pub fn costs(matrix: &Matrix) -> Vec<MessageCost> {
-    let entries = matrix.entries.iter();
-    let measured = entries.filter_map(|entry| Some((entry, entry.measured.as_ref()?)));
-    measured
-        .map(|(entry, numbers)| MessageCost {
+///
+/// # Errors
+///
+/// A pair was not measured.
+pub fn costs(matrix: &Matrix) -> Result<Vec<MessageCost>> {
+    let cost = |entry: &Entry| {
+        let numbers = numbers(entry)?;
+        Ok(MessageCost {
             from: entry.from.clone(),
             to: entry.to.clone(),
             mode: entry.mode.clone(),
@@ -238,7 +243,8 @@ pub fn costs(matrix: &Matrix) -> Vec<MessageCost> {
             // An instruction takes a nanosecond of these nodes' time.
             instructions_per_byte: (numbers.cpu_us_client + numbers.cpu_us_server) * 1e3 / entry.size as f64,
         })
-        .collect()
+    };
+    matrix.entries.iter().map(cost).collect()
 }
 
 /// The latency of messages that wait for each other.
@@ -349,12 +355,6 @@ pub struct Ratios {
     pub two_sided_server_instructions: f64,
 }
 
-/// Returns the median of numbers: of an even number of them, the larger one in the middle.
-pub fn median(mut numbers: Vec<f64>) -> f64 {
-    numbers.sort_by(f64::total_cmp);
-    numbers.get(numbers.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 /// The report.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Report {
@@ -414,10 +414,12 @@ impl Report {
         let between = pairs(self.matrix.iter().map(|cell| [&cell.mode, &cell.from, &cell.to]));
         let within = pairs(self.within_node.iter().map(|cell| [&cell.mode, &cell.from, &cell.to]));
         let latencies = pairs(self.latencies.iter().map(|one| [&one.mode, &one.from, &one.to]));
+        let costs = pairs(self.costs.iter().map(|one| [&one.mode, &one.from, &one.to]));
         for (name, modes, found) in [
             ("the matrix", &MODES[..], between),
             ("the matrix within a node", &ONE_SIDED, within),
             ("the latencies", &ONE_SIDED, latencies),
+            ("the instructions", &BUT_UCX, costs),
         ] {
             for mode in modes {
                 let count = found.get(*mode).map_or(0, BTreeSet::len);
@@ -543,6 +545,7 @@ mod tests {
         for error in [
             cells(&measured, host(0), 0).unwrap_err(),
             message_latencies(&measured).unwrap_err(),
+            costs(&measured).unwrap_err(),
         ] {
             assert!(error.to_string().contains("no provider"), "{error}");
         }
@@ -568,7 +571,7 @@ mod tests {
 
     #[test]
     fn a_microsecond_of_the_processor_is_a_thousand_instructions() {
-        let found = costs(&matrix(&[("cpu", "cpu", "write")]));
+        let found = costs(&matrix(&[("cpu", "cpu", "write")])).unwrap();
         assert_eq!(found[0].instructions_per_byte, 1.0);
     }
 
@@ -638,18 +641,12 @@ mod tests {
         assert_eq!(judged(4 * MIB / 1000), 64);
     }
 
-    #[test]
-    fn the_median_is_in_the_middle() {
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
-        assert_eq!(median(vec![2.0, 1.0]), 2.0);
-        assert!(median(Vec::new()).is_nan());
-    }
-
     fn good() -> Report {
         Report {
             matrix: expected(&MODES),
             within_node: expected(&ONE_SIDED),
             latencies: message_latencies(&all_pairs(&ONE_SIDED).0).unwrap(),
+            costs: costs(&all_pairs(&BUT_UCX).0).unwrap(),
             multi_port: Some(Ports::new(10.0, 20.0, 19.0)),
             ratios: Ratios {
                 accelerator_to_host: 0.95,
@@ -680,6 +677,7 @@ mod tests {
         assert!(words(&|report| drop(report.matrix.pop())).contains("the matrix: 15 pairs by ucx, not 16"));
         assert!(words(&|report| report.within_node.clear()).contains("within a node: 0 pairs by write, not 16"));
         assert!(words(&|report| report.latencies.truncate(16)).contains("the latencies: 0 pairs by read, not 16"));
+        assert!(words(&|report| drop(report.costs.pop())).contains("the instructions: 15 pairs by staged, not 16"));
         assert_eq!(words(&|report| report.within_node[0].ratio_to_link = 0.8), "");
         assert!(
             words(&|report| report.within_node[0].host_bytes_per_byte = 0.01).contains("within a node: 0.010000 host")

@@ -204,8 +204,7 @@ impl Network {
             .ok_or(TopologyError::NoLid)?;
         let link = self.add_link((switch, switch));
         if let Some(link) = self.links.get_mut(&link) {
-            let rate = config.bytes_per_second;
-            link.transmitters = rate.map(|rate| [Transmitter::new(rate), Transmitter::new(rate)]);
+            link.transmitters = Transmitter::pair(config.bytes_per_second);
         }
         info!(port = config.name, lid, %gid, switch = config.switch, "port joined the subnet");
         self.ports.insert(
@@ -263,10 +262,7 @@ impl Network {
         match (&mut link.transmitters, bytes_per_second) {
             (Some(transmitters), Some(rate)) => transmitters.iter_mut().for_each(|one| one.set_rate(rate)),
             (transmitters, rate) => {
-                let before = std::mem::replace(
-                    transmitters,
-                    rate.map(|rate| [Transmitter::new(rate), Transmitter::new(rate)]),
-                );
+                let before = std::mem::replace(transmitters, Transmitter::pair(rate));
                 for mut transmitter in before.into_iter().flatten() {
                     self.wake(transmitter.take_waiting());
                 }

@@ -39,6 +39,11 @@ impl Transmitter {
         }
     }
 
+    /// Returns both directions of a link, if it has a rate.
+    pub(super) fn pair(bytes_per_second: Option<NonZeroU64>) -> Option<[Self; 2]> {
+        bytes_per_second.map(|rate| [Self::new(rate), Self::new(rate)])
+    }
+
     /// Sends a packet that arrived at the link at the time `at`. Returns when the packet has left the link.
     pub(super) fn send(&mut self, at: Duration, bytes: u64) -> Duration {
         if self.free < at {

@@ -14,9 +14,9 @@ use p2pmem_perf::matrix::Matrix;
 use p2pmem_perf::report::{Report as RunReport, SizeResult};
 use p2pmem_perf::rpc::Rpc;
 use p2pmem_transfer_suite::bed::{Bed, NODES};
-use p2pmem_transfer_suite::decomposition::Decomposition;
+use p2pmem_transfer_suite::decomposition::{Decomposition, median};
 use p2pmem_transfer_suite::report::{
-    Cell, Group, PathCost, Ports, Report, cells, costs, keep_nearest, median, message_latencies, slow_pairs,
+    Cell, Group, PathCost, Ports, Report, cells, costs, keep_nearest, message_latencies, slow_pairs,
 };
 use p2pmem_transfer_suite::tables;
 use p2pmem_vm::demo::{self, Places, Step};
@@ -60,7 +60,7 @@ const SMALL: u64 = 64 << 10;
 const FEW: u64 = 4;
 /// Calls of the shorter run that measures the server's instructions.
 const CALLS: u64 = 200;
-/// How often rates that miss their aim are measured, and rates without a link's.
+/// How often a rate that misses its aim is measured, and the number of ratios of rates whose median counts.
 const ROUNDS: usize = 3;
 
 /// Measures transfers between two nodes, and compares them.
@@ -227,10 +227,10 @@ fn cells_of(bed: &mut Bed, group: Group, from: &str, to: &str, link: &mut f64) -
 /// Without it, the link is measured, and `link` is the largest rate so far.
 fn measure(bed: &mut Bed, group: Group, from: &str, to: &str, known: Option<f64>, link: &mut f64) -> Result<Vec<Cell>> {
     let Messages { bytes, count, depth } = Messages::of(group, from, to);
+    let link_rate = known.map(|rate| format!("--link-rate {rate}")).unwrap_or_default();
     let arguments = format!(
-        "matrix HOST --memory {from} --peer-memory {to} --size {bytes} -n {count} --depth {depth} --events --verify {} {}",
-        group.options(),
-        link_rate(known)
+        "matrix HOST --memory {from} --peer-memory {to} --size {bytes} -n {count} --depth {depth} --events --verify {} {link_rate}",
+        group.options()
     );
     let host = if group == Group::Copied { OVER_NIC } else { HOST };
     let (matrix, counted) = bed.counted(|bed| bed.perf_by::<Matrix>(host, &arguments))?;
@@ -238,11 +238,6 @@ fn measure(bed: &mut Bed, group: Group, from: &str, to: &str, known: Option<f64>
     // The link's messages are not part of the pair, but the counters of the NICs have them.
     let beside = if known.is_none() { bytes * count } else { 0 };
     cells(&matrix, counted.host()?, beside)
-}
-
-/// Returns the option that states the link's rate.
-fn link_rate(known: Option<f64>) -> String {
-    known.map(|rate| format!("--link-rate {rate}")).unwrap_or_default()
 }
 
 /// Measures one port, and two ports of one process and of two.
@@ -279,7 +274,7 @@ fn instructions(bed: &mut Bed, report: &mut Report) -> Result<()> {
         (OVER_NIC, "--mode tcp"),
     ] {
         let matrix: Matrix = bed.perf_by(host, &format!("matrix HOST {options} {modes}"))?;
-        report.costs.extend(costs(&matrix));
+        report.costs.extend(costs(&matrix)?);
     }
     for mode in ["write", "read", "send", "write-imm", "staged", "tcp"] {
         let of = |memory: &str| {
