@@ -12,6 +12,9 @@ use anyhow::{Context, Result};
 use comfy_table::CellAlignment;
 use comfy_table::presets::NOTHING;
 use serde::Serialize;
+use serde_json::Value;
+
+use crate::stamp::stamp;
 
 /// The members that every report has.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -58,8 +61,8 @@ impl<R: Report> Places<'_, R> {
         Ok(())
     }
 
-    fn write(&self, report: &R) -> Result<()> {
-        let text = serde_json::to_string_pretty(report)? + "\n";
+    fn write(&self, report: &R, stamp: &Value) -> Result<()> {
+        let text = serde_json::to_string_pretty(&Stamped { stamp, report })? + "\n";
         fs::write(self.report, text).with_context(|| self.report.display().to_string())?;
         if let Some((path, page)) = self.page {
             fs::write(path, page(report)).with_context(|| path.display().to_string())?;
@@ -68,15 +71,26 @@ impl<R: Report> Places<'_, R> {
     }
 }
 
-/// Does the work of a demo, writes the report, and prints the failures and the result. Returns the exit code of the program:
-/// success if nothing failed.
+/// A report with its origin.
+#[derive(Serialize)]
+struct Stamped<'a, R> {
+    stamp: &'a Value,
+    #[serde(flatten)]
+    report: &'a R,
+}
+
+/// Does the work of a demo, writes the report with its [stamp](crate::stamp), and prints the failures and the result. Returns
+/// the exit code of the program: success if nothing failed.
 pub fn run<R: Report>(places: Places<'_, R>, mut report: R, work: impl FnOnce(&mut R) -> Result<()>) -> ExitCode {
     let started = Instant::now();
     // If this run is killed, an earlier report must not pass for its report.
-    if let Err(error) = places.remove() {
-        println!("{error:#}");
-        return ExitCode::FAILURE;
-    }
+    let stamp = match places.remove().and_then(|()| stamp()) {
+        Ok(stamp) => stamp,
+        Err(error) => {
+            println!("{error:#}");
+            return ExitCode::FAILURE;
+        }
+    };
     if let Err(error) = work(&mut report) {
         report.verdict().failures.push(format!("{error:#}"));
     }
@@ -98,7 +112,7 @@ pub fn run<R: Report>(places: Places<'_, R>, mut report: R, work: impl FnOnce(&m
     if let Some((path, _)) = places.page {
         result += &format!(", with bar charts: {}", path.display());
     }
-    if let Err(error) = places.write(&report) {
+    if let Err(error) = places.write(&report, &stamp) {
         println!("The report could not be written: {error:#}");
         return ExitCode::FAILURE;
     }
@@ -227,6 +241,22 @@ mod tests {
         let report = report.unwrap();
         assert_eq!((code, &report["passed"]), (ExitCode::FAILURE, &false.into()));
         assert_eq!(report["failures"], serde_json::json!(["an aim", "a command"]));
+    }
+
+    #[test]
+    fn a_report_has_the_stamp_of_its_begin() {
+        let before = stamp().unwrap();
+        let (_, report) = run_with(|_| bail!("nothing was measured"));
+        let report = report.unwrap();
+        let (written, after) = (&report["stamp"], stamp().unwrap());
+        let times = [&before, written, &after].map(|stamp| stamp["time"].as_str());
+        assert!(times[0].is_some() && times.is_sorted(), "{times:?}");
+        let names = |stamp: &Value| stamp.as_object().map(|stamp| stamp.keys().cloned().collect::<Vec<_>>());
+        assert_eq!(
+            (names(written), &written["machine"]),
+            (names(&after), &after["machine"])
+        );
+        assert_eq!(report["failures"], serde_json::json!(["nothing was measured"]));
     }
 
     #[test]
