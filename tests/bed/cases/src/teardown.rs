@@ -602,22 +602,58 @@ fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
 const REGISTRATIONS: u32 = 1_000;
 const BUFFERS: u32 = 50_000;
 const FILES: u32 = 1_000;
-/// The aim for unbinding on an idle machine with nothing pinned, which the report compares.
-const AIM: Duration = Duration::from_secs(1);
-/// The limit for unbinding, however busy the machine is. Searching each file for each buffer would be fifty million look-ups.
-const BOUND: Duration = Duration::from_secs(20);
+/// The aim for the longest time of unbinding. A guest on an idle machine takes one second, so the aim leaves room for other guests on
+/// the same processors. Searching each file for each buffer would be fifty million look-ups.
+const AIM: Duration = Duration::from_secs(4);
+/// The number of rounds from which on the report has percentiles: that of a long run.
+const ENOUGH_ROUNDS: usize = 50;
 
 /// The times of unbinding in milliseconds, for the report.
-#[derive(Debug, serde::Serialize)]
+#[derive(Debug, PartialEq, serde::Serialize)]
 struct RevokeMs {
-    p50: f64,
-    p99: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    p50: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    p99: Option<f64>,
     max: f64,
+    aim: f64,
     rounds: usize,
     registrations: u32,
     buffers: u32,
     files: u32,
-    aim: f64,
+}
+
+impl RevokeMs {
+    /// Evaluates the times of a provider with these numbers of registrations, buffers, and open files.
+    fn new(mut took: Vec<Duration>, aim: Duration, [registrations, buffers, files]: [u32; 3]) -> Result<Self> {
+        took.sort();
+        let ms = |time: &Duration| time.as_secs_f64() * 1e3;
+        let percentile = |part: usize| {
+            let at = (took.len() * part).div_ceil(100);
+            (took.len() >= ENOUGH_ROUNDS).then(|| ms(&took[at - 1]))
+        };
+        Ok(Self {
+            p50: percentile(50),
+            p99: percentile(99),
+            max: ms(took.last().context("no round")?),
+            aim: ms(&aim),
+            rounds: took.len(),
+            registrations,
+            buffers,
+            files,
+        })
+    }
+
+    /// Fails with an [`Overrun`](crate::limits::Overrun) if the longest time misses the aim.
+    fn judge(&self) -> Result<()> {
+        in_time!(
+            self.max < self.aim,
+            "the longest unbinding took {:.0} ms, and the aim is less than {:.0} ms: {self:?}",
+            self.max,
+            self.aim
+        );
+        Ok(())
+    }
 }
 
 fn unbind_scale(bed: &mut Bed) -> Result<()> {
@@ -671,24 +707,42 @@ fn unbind_scale(bed: &mut Bed) -> Result<()> {
         }
         drop(registered);
     }
-    took.sort();
-    let at = |part: usize| took[(took.len() * part).div_ceil(100).clamp(1, took.len()) - 1].as_secs_f64() * 1e3;
-    let report = RevokeMs {
-        p50: at(50),
-        p99: at(99),
-        max: at(100),
-        rounds: took.len(),
-        registrations,
-        buffers,
-        files,
-        aim: AIM.as_secs_f64() * 1e3,
-    };
-    let report = serde_json::json!({ "revoke_ms": report });
-    println!("{}{report}", if is_quick() { "hardening-report: " } else { "" });
-    in_time!(
-        took.iter().all(|&one| one < scaled(BOUND)),
-        "unbinding took more than {:?}: {report}",
-        scaled(BOUND)
-    );
+    let report = RevokeMs::new(took, scaled(AIM), [registrations, buffers, files])?;
+    // The report has the times of the stock kernel only. The aim counts on each kernel.
+    if is_quick() {
+        println!("hardening-report: {}", serde_json::json!({ "revoke_ms": &report }));
+    }
+    report.judge()?;
     bed.publish("accel0")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limits::Overrun;
+
+    fn report(milliseconds: impl IntoIterator<Item = u64>) -> RevokeMs {
+        let took = milliseconds.into_iter().map(Duration::from_millis).collect();
+        RevokeMs::new(took, Duration::from_secs(1), [1_000, 50_000, 1_000]).unwrap()
+    }
+
+    #[test]
+    fn the_longest_unbinding_is_judged() {
+        report([999, 3]).judge().unwrap();
+        for late in [report([1_000]), report([3, 1_001, 4])] {
+            let error = late.judge().unwrap_err();
+            assert!(Overrun::is(&error), "{error:#}");
+        }
+        assert!(RevokeMs::new(Vec::new(), AIM, [0; 3]).is_err());
+    }
+
+    #[test]
+    fn percentiles_need_enough_rounds() {
+        let short = serde_json::to_value(report([7, 5])).unwrap();
+        assert_eq!((&short["max"], &short["rounds"]), (&7.0.into(), &2.into()));
+        assert!(short.get("p50").is_none() && short.get("p99").is_none(), "{short}");
+        let long = report((1..=100).rev());
+        assert_eq!((long.p50, long.p99, long.max), (Some(50.0), Some(99.0), 100.0));
+        assert_eq!(report(1..=49).p99, None);
+    }
 }
