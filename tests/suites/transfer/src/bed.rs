@@ -5,16 +5,18 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use p2pmem_mlx5::Steps;
+use p2pmem_vm::bridges;
 use p2pmem_vm::command::Command;
-use p2pmem_vm::counters::difference;
+use p2pmem_vm::counters::{HOST, difference};
 use p2pmem_vm::script::Script;
+use p2pmem_vm::topology::{Device, Layout, Topology};
 use p2pmem_vm::vm::tool;
 use serde::de::DeserializeOwned;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::report::HostBytes;
+use crate::report::NicBytes;
 
 /// The client's node and the server's.
 pub const NODES: [&str; 2] = ["a", "b"];
@@ -32,9 +34,11 @@ const STEPS: usize = 1 << 14;
 /// Two nodes.
 pub struct Bed {
     script: Script,
+    /// The machine of each node. Both nodes are alike.
+    topology: Topology,
     perf: String,
     ctl: String,
-    /// The devices that are published on each node. Both nodes are alike.
+    /// The devices that are published on each node.
     published: Vec<&'static str>,
     servers: Vec<Server>,
 }
@@ -53,6 +57,20 @@ struct Server {
 /// What devices did during a measurement.
 pub struct Counted {
     counters: Value,
+    topology: Topology,
+}
+
+/// Returns the rate of the links of a layout's first NIC, in bytes per second. `None` if they have no rate.
+///
+/// # Errors
+///
+/// The layout has no node, or the node no such NIC.
+pub fn link_rate(layout: &Layout) -> Result<Option<u64>> {
+    let node = layout.nodes.first().context("a layout without nodes")?;
+    match node.topology.device(NICS[0]) {
+        Some(Device::Nic { bytes_per_second, .. }) => Ok(bytes_per_second.map(|rate| rate.0)),
+        _ => bail!("{}: no NIC {}", layout.name, NICS[0]),
+    }
 }
 
 impl Bed {
@@ -60,8 +78,9 @@ impl Bed {
     ///
     /// # Errors
     ///
-    /// A command fails.
-    pub fn new(mut script: Script, module: &str) -> Result<Self> {
+    /// A command fails, or the layout has no node.
+    pub fn new(mut script: Script, layout: &Layout, module: &str) -> Result<Self> {
+        let topology = layout.nodes.first().context("a layout without nodes")?.topology.clone();
         let ctl = tool("p2pmemctl")?;
         let published: Vec<_> = PUBLISHED
             .into_iter()
@@ -72,6 +91,7 @@ impl Bed {
         }
         Ok(Self {
             script,
+            topology,
             perf: tool("p2pmem-perf")?,
             ctl,
             published,
@@ -259,7 +279,8 @@ impl Bed {
         let before = self.script.cluster.snapshot()?;
         let done = what(self)?;
         let counters = difference(&before, &self.script.cluster.snapshot()?);
-        Ok((done, Counted { counters }))
+        let topology = self.topology.clone();
+        Ok((done, Counted { counters, topology }))
     }
 
     /// Does something, and returns the steps of the first NICs meanwhile: those of the client's and of the server's.
@@ -316,16 +337,105 @@ impl Counted {
         Ok(sum)
     }
 
-    /// Returns the bytes of host memory that NICs moved.
+    /// Returns the bytes that NICs moved. Their paths are those of the bridges, see [`bridges`].
     ///
     /// # Errors
     ///
-    /// A NIC has no such counter.
-    pub fn host(&self) -> Result<HostBytes> {
-        let both = |group| Ok::<_, anyhow::Error>(self.nics(group, "host_read")? + self.nics(group, "host_written")?);
-        Ok(HostBytes {
-            connected: both("payload")?,
-            datagrams: both("datagrams")?,
-        })
+    /// A NIC or a count of the bridges is missing.
+    pub fn moved(&self) -> Result<NicBytes> {
+        let mut moved = NicBytes::default();
+        for node in NODES {
+            let (mut connected, mut datagrams) = (Map::new(), Map::new());
+            for (name, device) in self.counters[node].as_object().context("a node's counters")? {
+                if device["kind"] != "nic" {
+                    continue;
+                }
+                let counters = &device["counters"];
+                let host = |group: &str| -> Result<[u64; 2]> {
+                    let of = |counter: &str| counters[group][counter].as_u64();
+                    let both = of("host_read").zip(of("host_written"));
+                    let (read, written) = both.with_context(|| format!("{node}, {name}: no counters {group}"))?;
+                    Ok([read, written])
+                };
+                moved.connected += host("payload")?.iter().sum::<u64>();
+                let [read, written] = host("datagrams")?;
+                moved.datagrams += read + written;
+                let by_target = json!({ HOST: { "read": read, "written": written } });
+                let device_of_datagrams = json!({ "kind": "nic", "counters": { "payload_by_target": by_target } });
+                datagrams.insert(name.clone(), device_of_datagrams);
+                connected.insert(name.clone(), device.clone());
+            }
+            ensure!(!connected.is_empty(), "{node}: no NIC has counters");
+            let crossed = |devices: &Map<String, Value>, count: &str| {
+                let counts = bridges::count(&self.topology, devices);
+                counts[count]
+                    .as_u64()
+                    .with_context(|| format!("{node}: no count {count}"))
+            };
+            moved.connected_root_complex += crossed(&connected, "root_complex")?;
+            moved.datagrams_root_complex += crossed(&datagrams, "root_complex")?;
+            moved.unknown += crossed(&connected, "unknown")?;
+        }
+        Ok(moved)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout() -> Layout {
+        Script::layout("transfer").unwrap()
+    }
+
+    #[test]
+    fn bytes_of_nics_are_summed_by_their_paths() {
+        let nic = |host: u64, peer: u64, message: u64, datagrams: u64| {
+            json!({ "kind": "nic", "counters": {
+                "payload": { "host_read": host, "host_written": 1 },
+                "payload_by_target": {
+                    "host": { "read": host, "written": 1 },
+                    "accel0": { "read": peer, "written": 0 },
+                    "fpga0": { "read": 0, "written": peer },
+                    "message": { "read": 0, "written": message },
+                },
+                "datagrams": { "host_read": datagrams, "host_written": 0 },
+            } })
+        };
+        // The payload of a drive is not that of a NIC.
+        let drive = json!({ "kind": "nvme", "payload": { "host": 5000 } });
+        let counted = |counters: Value| Counted {
+            counters,
+            topology: layout().nodes.remove(0).topology,
+        };
+        let found = counted(json!({
+            "a": { "nic0": nic(100, 7000, 30, 8), "nic1": nic(0, 0, 0, 0), "nvme0": drive },
+            "b": { "nic0": nic(0, 7000, 0, 2) },
+        }));
+        let expected = NicBytes {
+            connected: 103,
+            datagrams: 10,
+            connected_root_complex: 103,
+            datagrams_root_complex: 10,
+            unknown: 30,
+        };
+        assert_eq!(found.moved().unwrap(), expected);
+        let mut far = json!({ "a": { "nic0": nic(0, 0, 0, 0) }, "b": { "nic0": nic(0, 0, 0, 0) } });
+        far["a"]["nic0"]["counters"]["payload_by_target"] = json!({ "shm0": { "read": 9, "written": 0 } });
+        assert_eq!(counted(far).moved().unwrap().unknown, 9);
+        let without = json!({ "a": { "nic0": { "kind": "nic", "gone": true } }, "b": {} });
+        let error = counted(without).moved().unwrap_err().to_string();
+        assert!(error.contains("a, nic0: no counters payload"), "{error}");
+        let error = counted(json!({ "a": {}, "b": {} })).moved().unwrap_err().to_string();
+        assert!(error.contains("a: no NIC"), "{error}");
+    }
+
+    #[test]
+    fn the_rate_of_the_links_is_that_of_the_topology() {
+        assert_eq!(link_rate(&layout()).unwrap(), Some(12 << 20));
+        assert_eq!(link_rate(&Script::layout("transfer-count").unwrap()).unwrap(), None);
+        let mut without = layout();
+        without.nodes[0].topology.device.clear();
+        assert!(link_rate(&without).is_err());
     }
 }

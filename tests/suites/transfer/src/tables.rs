@@ -5,7 +5,7 @@
 use p2pmem_perf::stats::Latency;
 use p2pmem_vm::demo::Table;
 
-use crate::report::{Cell, Report};
+use crate::report::{Cell, Ports, Report};
 
 /// The client's memory, the server's, and the mode.
 type Place<'a> = (&'a str, &'a str, &'a str);
@@ -44,17 +44,37 @@ fn grids(cells: &[(Place<'_>, String)]) -> Vec<String> {
     lines
 }
 
+/// Returns the text of a cell: the ratio to the link (within a node, the rate in MiB/s), bytes at host memory, bytes across a root complex, and
+/// bytes that processors copied. `x3` follows if the pair was tried three times.
+fn text_of(cell: &Cell) -> String {
+    let rate = match cell.ratio_to_link {
+        Some(ratio) => format!("{ratio:.2}"),
+        None => format!("{:.0}", cell.mib_per_s),
+    };
+    let copied = match cell.copied_bytes_per_byte {
+        Some(copied) => format!("{copied:.1}"),
+        None => "-".to_owned(),
+    };
+    let tries = match cell.tries {
+        1 => String::new(),
+        tries => format!(" x{tries}"),
+    };
+    format!(
+        "{rate} / {:.1} / {:.1} / {copied}{tries}",
+        cell.host_bytes_per_byte, cell.root_complex_bytes_per_byte
+    )
+}
+
 /// Returns the matrices of all modes.
 pub fn matrices(cells: &[Cell]) -> Vec<String> {
-    let text = |cell: &Cell| {
-        format!(
-            "{:.2} / {:.1} / {:.1}",
-            cell.ratio_to_link, cell.host_bytes_per_byte, cell.copied_bytes_per_byte
-        )
-    };
     let cells: Vec<_> = cells
         .iter()
-        .map(|cell| ((cell.from.as_str(), cell.to.as_str(), cell.mode.as_str()), text(cell)))
+        .map(|cell| {
+            (
+                (cell.from.as_str(), cell.to.as_str(), cell.mode.as_str()),
+                text_of(cell),
+            )
+        })
         .collect();
     grids(&cells)
 }
@@ -102,7 +122,8 @@ pub fn calls(report: &Report) -> Vec<String> {
             format!("{:.1}", cost.p99_us),
             format!("{:.1}", cost.p999_us),
             format!("{:.0}", cost.cpu_us_client * 1e3),
-            format!("{:.0}", cost.cpu_us_server * 1e3),
+            cost.cpu_us_server
+                .map_or_else(|| "-".to_owned(), |us| format!("{:.0}", us * 1e3)),
             format!("{:.0}", cost.process_us_server * 1e3),
         ]
     });
@@ -114,7 +135,7 @@ pub fn decompositions(report: &Report) -> Vec<String> {
     let mut all = Vec::new();
     for one in &report.decomposition {
         let mut names = vec![one.name.clone(), format!("{:.1} us", one.total_us)];
-        names.push(format!("{} messages", one.messages));
+        names.push(format!("{} messages, {:.1} us of the NICs", one.messages, one.nics_us));
         let rows = one.terms.iter().map(|term| {
             let part = term.us / one.total_us.max(f64::MIN_POSITIVE);
             vec![
@@ -132,6 +153,52 @@ pub fn decompositions(report: &Report) -> Vec<String> {
     all
 }
 
+/// Returns the table of one port and two.
+pub fn ports(ports: &Ports) -> Vec<String> {
+    let names = ["ROUND", "ONE PORT", "ONE PROCESS", "RATIO", "TWO PROCESSES", "RATIO"];
+    let rows = ports.rounds.iter().enumerate().map(|(index, round)| {
+        let single = round.single_mib_per_s;
+        vec![
+            (index + 1).to_string(),
+            format!("{single:.1}"),
+            format!("{:.1}", round.one_process_mib_per_s),
+            format!("{:.2}", round.one_process_mib_per_s / single),
+            format!("{:.1}", round.two_processes_mib_per_s),
+            format!("{:.2}", round.two_processes_mib_per_s / single),
+        ]
+    });
+    let mut lines = Table::new(1, &names, rows).lines();
+    lines.push(format!(
+        "Medians of the ratios: {:.2} and {:.2}",
+        ports.ratio_one_process, ports.ratio_two_processes
+    ));
+    lines
+}
+
+/// Returns the table of accelerators relative to hosts.
+pub fn accelerators(report: &Report) -> Vec<String> {
+    let names = [
+        "MESSAGE",
+        "HOSTS",
+        "ACCELERATORS",
+        "MEDIAN RATIO",
+        "RATIOS",
+        "HOST BYTES",
+    ];
+    let rows = report.accelerators.iter().map(|rate| {
+        let ratios: Vec<String> = rate.ratios.iter().map(|ratio| format!("{ratio:.2}")).collect();
+        vec![
+            format!("{} KiB", rate.size >> 10),
+            format!("{:.0}", rate.host_mib_per_s),
+            format!("{:.0}", rate.accelerator_mib_per_s),
+            format!("{:.2}", rate.ratio),
+            ratios.join(" "),
+            format!("{:.1}", rate.host_bytes_per_byte),
+        ]
+    });
+    Table::new(1, &names, rows).lines()
+}
+
 /// Bytes for a byte of payload that a character of a bar stands for.
 const BYTES_OF_MARK: f64 = 0.25;
 
@@ -141,18 +208,21 @@ pub fn formula(report: &Report) -> Vec<String> {
         "PATH, FOR A BYTE",
         "COPIED BY PROGRAM",
         "BY KERNEL",
-        "ROOT COMPLEX",
+        "ROOT COMPLEX BY NICS",
+        "BY PROCESSORS",
         "TRANSLATIONS/MIB",
         "INSTRUCTIONS",
     ];
     let rows = report.formula.iter().map(|path| {
+        let program = path.copied_by_program;
         vec![
             path.name.clone(),
-            format!("{:.2}", path.copied_by_program),
+            program.map_or_else(|| "-".to_owned(), |copied| format!("{copied:.2}")),
             format!("{:.2}", path.copied_by_kernel),
-            format!("{:.2}", path.root_complex),
+            format!("{:.2}", path.root_complex_by_nics),
+            format!("{:.2}", path.root_complex_by_processors),
             format!("{:.1}", path.translations_per_mib),
-            format!("{:.3}", path.instructions),
+            format!("{:.3}", path.instructions()),
         ]
     });
     let mut all = Table::new(1, &names, rows).lines();
@@ -162,7 +232,7 @@ pub fn formula(report: &Report) -> Vec<String> {
     let width = report.formula.iter().map(|path| path.name.len()).max().unwrap_or(0);
     let part = |mark: &str, bytes: f64| mark.repeat((bytes / BYTES_OF_MARK).round() as usize);
     all.extend(report.formula.iter().map(|path| {
-        let program = part("p", path.copied_by_program);
+        let program = part("p", path.copied_by_program.unwrap_or(0.0));
         let kernel = part("k", path.copied_by_kernel);
         let root_complex = part("R", path.root_complex);
         format!("{:<width$}  {program}{kernel}{root_complex}", path.name)
@@ -198,16 +268,41 @@ mod tests {
     }
 
     #[test]
+    fn a_cell_says_what_was_not_counted_and_how_often_it_was_tried() {
+        let mut cell = Cell {
+            from: "cpu".into(),
+            to: "cpu".into(),
+            mode: "tcp".into(),
+            size: 4096,
+            tries: 3,
+            mib_per_s: 800.4,
+            ratio_to_link: Some(0.95),
+            host_bytes_per_byte: 2.04,
+            root_complex_bytes_per_byte: 2.26,
+            unknown_bytes_per_byte: 0.0,
+            copied_bytes_per_byte: None,
+            verified: true,
+        };
+        assert_eq!(text_of(&cell), "0.95 / 2.0 / 2.3 / - x3");
+        (cell.ratio_to_link, cell.copied_bytes_per_byte, cell.tries) = (None, Some(2.0), 1);
+        assert_eq!(text_of(&cell), "800 / 2.0 / 2.3 / 2.0");
+    }
+
+    #[test]
     fn a_path_has_a_bar_of_its_bytes() {
         let report = Report {
             formula: vec![PathCost {
                 name: "sockets".into(),
-                bytes: 1,
-                copied_by_program: 0.5,
+                mode: "staged".into(),
+                copied_by_program: Some(0.5),
                 copied_by_kernel: 1.01,
                 root_complex: 0.74,
+                root_complex_by_nics: 0.5,
+                root_complex_by_processors: 0.24,
+                unknown: 0.0,
                 translations_per_mib: 1.0,
-                instructions: 1.0,
+                client_instructions: 1.0,
+                server_instructions: None,
             }],
             ..Report::default()
         };
