@@ -73,7 +73,7 @@ demo-async-short: modules user testbed ## run demo-async with a quarter of its i
 
 demo-recorder: modules user testbed ## + run the demo of the recorder: accelerator to drives and back by one and two ports, beside the links' rates
 	@mkdir -p $(reports)
-	@$(in) $(P2PMEM_BIN)/p2pmem-demo-recorder --module $(P2PMEM_MODULE) --report $(reports)/recorder.json --crashes $(reports)/recorder-crashes.json
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo-recorder --module $(P2PMEM_MODULE) --report $(reports)/recorder.json
 
 demo-transfer: modules user testbed ## + run the demo of the transfer suite: every pair of memories by every mode, calls, the parts of a WRITE
 	@mkdir -p $(reports)

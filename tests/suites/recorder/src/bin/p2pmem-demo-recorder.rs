@@ -14,7 +14,7 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem_guest::wire::Listen;
 use p2pmem_recorder_suite::measured::Session;
-use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row};
+use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row, VERIFY_EVERY};
 use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::demo::{self, Places};
@@ -52,9 +52,6 @@ struct Cli {
     /// Where the report goes, as JSON
     #[arg(long, value_name = "PATH")]
     report: PathBuf,
-    /// The report of the rounds of crashes, which becomes a part of this one
-    #[arg(long, value_name = "PATH")]
-    crashes: Option<PathBuf>,
     /// Blocks of 1 MiB that each session transfers
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u64).range(16..=128))]
     blocks: u64,
@@ -191,6 +188,8 @@ impl Bed {
             nics[0].to_string(),
             "--accel".into(),
             accel,
+            "--verify".into(),
+            VERIFY_EVERY.to_string(),
         ];
         if staged {
             client.push("--staged".into());
@@ -226,12 +225,6 @@ fn main() -> ExitCode {
 }
 
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
-    if let Some(path) = &cli.crashes {
-        // The rounds of crashes are tests of their own.
-        if let Ok(text) = fs::read_to_string(path) {
-            report.crashes = serde_json::from_str(&text).with_context(|| path.display().to_string())?;
-        }
-    }
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.verdict.kernel_release = kernel::release()?;

@@ -50,7 +50,8 @@ struct Cli {
     /// The processor copies each block through host memory.
     #[arg(long)]
     staged: bool,
-    #[arg(long, default_value_t = 16)]
+    /// Compare the spectrum of each block whose number, counted from 0, is a multiple of this; 0 for none.
+    #[arg(long)]
     verify: u64,
     #[command(subcommand)]
     command: Command,
