@@ -231,6 +231,30 @@ impl Checked {
     }
 }
 
+/// What the checks found of a recorder that is broken on purpose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+pub struct Finding {
+    /// The number of power cuts until a check found it.
+    pub cuts: u64,
+    /// The number of lost blocks.
+    pub lost: usize,
+    /// The number of torn blocks.
+    pub torn: usize,
+}
+
+impl Finding {
+    /// Evaluates the checks after a number of power cuts.
+    ///
+    /// # Errors
+    ///
+    /// No block was lost or torn, so the checks did not find the broken recorder.
+    pub fn new(cuts: u64, checked: &Checked) -> Result<Self> {
+        let (lost, torn) = (checked.lost.len(), checked.torn.len());
+        ensure!(lost + torn > 0, "no block was lost or torn in {cuts} cuts: {checked:?}");
+        Ok(Self { cuts, lost, torn })
+    }
+}
+
 /// Checks a store after a crash. Reads all blocks that it presents.
 ///
 /// # Errors
@@ -385,6 +409,22 @@ mod tests {
         let checked = checked(&drives, &promises);
         assert!(checked.is_good(), "{checked:?}");
         assert_eq!((checked.acknowledged, checked.presented), (64, 64));
+    }
+
+    #[test]
+    fn broken_recorder_is_found_by_lost_and_torn_blocks() {
+        let checked = |lost: &[&str], torn: &[&str]| Checked {
+            lost: lost.iter().map(ToString::to_string).collect(),
+            torn: torn.iter().map(ToString::to_string).collect(),
+            problems: vec!["a file is missing".into()],
+            ..Checked::default()
+        };
+        let finding = |cuts, lost, torn| Finding { cuts, lost, torn };
+        let found = |lost: &[&str], torn: &[&str]| Finding::new(3, &checked(lost, torn));
+        assert_eq!(found(&["0/1", "0/2"], &[]).unwrap(), finding(3, 2, 0));
+        assert_eq!(found(&[], &["0/1"]).unwrap(), finding(3, 0, 1));
+        let error = found(&[], &[]).unwrap_err().to_string();
+        assert!(error.contains("no block was lost or torn in 3 cuts"), "{error}");
     }
 
     #[test]

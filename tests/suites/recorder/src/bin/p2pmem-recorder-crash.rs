@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use clap::{Parser, Subcommand, ValueEnum};
 use p2pmem::{Client, Device};
 use p2pmem_recorder::engine::{RecordEngine, Ring};
@@ -25,7 +25,7 @@ use p2pmem_recorder_suite::guest::{
 use p2pmem_recorder_suite::log::Log;
 use p2pmem_recorder_suite::marks::{Mark, PAGE};
 use p2pmem_recorder_suite::recording::{
-    BLOCK, Checked, Event, Promise, Promises, channel, check, create, record, record_by,
+    BLOCK, Checked, Event, Finding, Promise, Promises, channel, check, create, record, record_by,
 };
 use serde_json::json;
 
@@ -427,13 +427,12 @@ fn cut(rounds: &Rounds, flush_at_commit: bool, broken: Option<Broken>) -> Result
         };
         return report(kind, rounds, done, &all);
     };
-    println!("{broken:?}: found after {done} cuts: {all:?}");
-    if all.lost.is_empty() && all.torn.is_empty() {
-        bail!(
-            "{broken:?}: no block was lost or torn in {done} cuts, seed {}",
-            rounds.seed
-        );
-    }
+    let kind = match broken {
+        Broken::Early => "broken_recorder_early",
+        Broken::Volatile => "broken_recorder_volatile",
+    };
+    let found = Finding::new(done, &all).with_context(|| format!("{kind}, seed {}", rounds.seed))?;
+    println!("recorder-report: {}", json!({ kind: found }));
     Ok(())
 }
 
