@@ -60,16 +60,11 @@ pub fn page(report: &Report) -> String {
                 }
             }
         } }
-        h2 { "A GPU" }
-        @match (&report.real_gpu.device, &report.real_gpu.why) {
-            (Some(device), _) => p { (device) " drove two NICs of one process; its numbers are in the JSON report." }
-            (None, why) => p { "No GPU: " (why.as_deref().unwrap_or("not measured")) }
-        }
         @if !report.aborted.is_empty() {
             h2 { "Byte code that ends in the middle" }
             table {
                 tr { th { "what was done" } th { "what the processor saw" } }
-                @for aborted in &report.aborted { tr { td { (aborted.case) } td { (aborted.error) } } }
+                @for aborted in &report.aborted { tr { td { (aborted.case.about()) } td { (aborted.error) } } }
             }
         }
     };

@@ -320,7 +320,7 @@ impl Side for DeviceSide {
             };
         }
         let busy = Processor::read()?.since(begin);
-        let devices = Devices::read()?.since(before);
+        let devices = Devices::read()?.since(before)?;
         self.consume(count)?;
         wire.meet(deadline)?;
         // The same without work.
@@ -334,7 +334,8 @@ impl Side for DeviceSide {
             instructions: busy.instructions,
             idle_instructions: idle.instructions,
             interrupts: busy.interrupts,
-            trapped: devices.trapped,
+            accesses: devices.accesses,
+            rung: devices.rung,
             host_bytes: devices.host,
         })
     }

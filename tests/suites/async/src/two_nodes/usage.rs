@@ -6,7 +6,7 @@ use std::fs;
 use std::thread;
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::host;
 use p2pmem_guest::wire::Request;
 use rustix::time::{ClockId, clock_gettime};
@@ -88,6 +88,9 @@ impl Processor {
     }
 }
 
+/// Bytes of a doorbell.
+const DOORBELL: u64 = 8;
+
 /// Counters of the device models of this node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Devices {
@@ -95,9 +98,10 @@ pub struct Devices {
     pub host: u64,
     /// Bytes of payload in host memory that the NIC accessed.
     pub payload_host: u64,
-    /// Accesses of the processor to registers of NIC and accelerator, and to memory that traps.
-    pub trapped: u64,
-    /// Doorbells of the NIC that the accelerator rang.
+    /// Accesses to registers of NIC and accelerator, and to memory that traps: those of the processor, and the doorbells of the NIC
+    /// that the accelerator rang. The model of the NIC does not see who accesses a register.
+    pub accesses: u64,
+    /// Doorbells of the NIC that the accelerator rang, by the model of the accelerator.
     pub rung: u64,
 }
 
@@ -134,32 +138,48 @@ impl Devices {
                     all.payload_host += get(&["payload", "host_read"])? + get(&["payload", "host_written"])?;
                     all.payload_host += get(&["datagrams", "host_read"])? + get(&["datagrams", "host_written"])?;
                     let registers = counters["registers"].as_array().context("counters without registers")?;
-                    all.trapped += registers.iter().take(2).filter_map(Value::as_u64).sum::<u64>();
+                    let [Some(reads), Some(writes)] = [0, 1].map(|at| registers.get(at).and_then(Value::as_u64)) else {
+                        bail!("registers are {registers:?}, not numbers of reads and writes");
+                    };
+                    all.accesses += reads + writes;
                 }
                 Some("accel") => {
                     all.host += get(&["host_read"])? + get(&["host_written"])? + get(&["poll_host_read"])?;
-                    all.trapped += get(&["register_reads"])? + get(&["register_writes"])?;
+                    all.accesses += get(&["register_reads"])? + get(&["register_writes"])?;
                     // Programs map the memory. If the emulator trapped it, an access would have at most 8 bytes.
-                    all.trapped += (get(&["trapped_read"])? + get(&["trapped_written"])?).div_ceil(8);
-                    // A store of 8 bytes by a message rings a doorbell.
-                    all.rung += get(&["message_written"])? / 8;
+                    all.accesses += (get(&["trapped_read"])? + get(&["trapped_written"])?).div_ceil(8);
+                    // The accelerator accesses all else by a mapping.
+                    let messages = get(&["message_written"])?;
+                    ensure!(
+                        messages % DOORBELL == 0,
+                        "{messages} bytes by messages are no doorbells"
+                    );
+                    all.rung += messages / DOORBELL;
                 }
                 _ => {}
             }
         }
-        // The NIC also counts the doorbells that the accelerator rang, which no processor executed.
-        all.trapped = all.trapped.saturating_sub(all.rung);
         Ok(all)
     }
 
     /// Returns the difference to earlier values.
-    pub fn since(self, earlier: Self) -> Self {
-        Self {
-            host: self.host.saturating_sub(earlier.host),
-            payload_host: self.payload_host.saturating_sub(earlier.payload_host),
-            trapped: self.trapped.saturating_sub(earlier.trapped),
-            rung: self.rung.saturating_sub(earlier.rung),
-        }
+    ///
+    /// # Errors
+    ///
+    /// A counter went backwards.
+    pub fn since(self, earlier: Self) -> Result<Self> {
+        let difference = |of: fn(&Self) -> u64| {
+            let (later, earlier) = (of(&self), of(&earlier));
+            later
+                .checked_sub(earlier)
+                .with_context(|| format!("a counter went from {earlier} to {later}"))
+        };
+        Ok(Self {
+            host: difference(|devices| devices.host)?,
+            payload_host: difference(|devices| devices.payload_host)?,
+            accesses: difference(|devices| devices.accesses)?,
+            rung: difference(|devices| devices.rung)?,
+        })
     }
 }
 
@@ -187,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn doorbells_of_the_accelerator_do_not_count_as_trapped() {
+    fn accesses_and_doorbells_are_counted() {
         let nic = |registers: u64| {
             json!({"kind": "nic", "counters": {
                 "bus": {"host": {"read": 100, "written": 20}, "accel0": {"read": 7, "written": 7}},
@@ -201,15 +221,26 @@ mod tests {
             "register_reads": 4, "register_writes": 6, "message_written": 80,
             "trapped_read": 9, "trapped_written": 0,
         }});
-        let counted = Devices::of(&json!({"nic0": nic(20), "accel0": accel, "bridges": {"kind": "bridges"}})).unwrap();
+        let counted = Devices::of(&json!({"nic0": nic(20), "accel0": &accel, "bridges": {"kind": "bridges"}})).unwrap();
         let expected = Devices {
             host: 126,
             payload_host: 33,
-            trapped: 5 + 20 + 10 + 2 - 10,
+            accesses: 5 + 20 + 10 + 2,
             rung: 10,
         };
         assert_eq!(counted, expected);
-        assert_eq!(counted.since(expected), Devices::default());
+        assert_eq!(counted.since(expected).unwrap(), Devices::default());
+        let more = Devices { rung: 11, ..expected };
+        assert!(counted.since(more).is_err(), "a counter does not go backwards");
+        let mut accel = accel;
+        accel["counters"]["message_written"] = json!(81);
+        assert!(
+            Devices::of(&json!({"accel0": accel})).is_err(),
+            "81 bytes are no doorbells"
+        );
         assert!(Devices::of(&json!({"nic0": {"kind": "nic", "counters": {}}})).is_err());
+        let mut nic = nic(20);
+        nic["counters"]["registers"] = json!([5]);
+        assert!(Devices::of(&json!({"nic0": nic})).is_err(), "writes are missing");
     }
 }
