@@ -602,8 +602,8 @@ fn adopt_takes_a_page(bed: &mut Bed) -> Result<()> {
 const REGISTRATIONS: u32 = 1_000;
 const BUFFERS: u32 = 50_000;
 const FILES: u32 = 1_000;
-/// The aim for the longest time of unbinding. A guest on an idle machine takes one second, so the aim leaves room for other guests on
-/// the same processors. Searching each file for each buffer would be fifty million look-ups.
+/// The aim for the longest time of unbinding. A guest on an idle machine takes one second, and the aim is longer
+/// because other guests share the processors. Searching each file for each buffer would be fifty million look-ups.
 const AIM: Duration = Duration::from_secs(4);
 /// The number of rounds from which on the report has percentiles: that of a long run.
 const ENOUGH_ROUNDS: usize = 50;
@@ -727,7 +727,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_unbinding_is_judged() {
+    fn the_longest_unbinding_is_checked() {
         report([999, 3]).judge().unwrap();
         for late in [report([1_000]), report([3, 1_001, 4])] {
             let error = late.judge().unwrap_err();

@@ -39,7 +39,8 @@ pub struct Between {
     pub nic_interrupts: u64,
     /// Doorbells of the NICs that the accelerators rang, by the accelerators' counters.
     pub doorbells: u64,
-    /// Accesses of the processors to registers of NICs and accelerators: all accesses that the devices counted, without `doorbells`.
+    /// Accesses of the processors to registers of NICs and accelerators: all accesses that the devices counted, without
+    /// `doorbells`.
     pub trapped: i64,
     /// Bytes of host memory that NICs and accelerators accessed.
     pub host_bytes: u64,
@@ -66,7 +67,8 @@ pub struct Row {
     pub cpu_us_per_message: f64,
     /// Doorbells of the NICs that the accelerators rang, by the accelerators' counters.
     pub doorbells: u64,
-    /// Accesses of the processors to registers of NICs and accelerators: all accesses that the devices counted, without `doorbells`.
+    /// Accesses of the processors to registers of NICs and accelerators: all accesses that the devices counted, without
+    /// `doorbells`.
     pub trapped_per_message: f64,
     /// Interrupts of the NICs.
     pub interrupts_per_message: f64,
@@ -555,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_of_processors_are_judged() {
+    fn rows_of_processors_are_checked() {
         let mut rang = rows(good());
         rang[0] = row(
             Mode::CpuPolling,
@@ -572,7 +574,7 @@ mod tests {
             failures.len() == 1 && failures[0].contains("no row to compare with: CpuPolling"),
             "{failures:?}"
         );
-        // Fewer iterations are judged, too.
+        // Fewer iterations are checked, too.
         let few = Parameters {
             iterations: 1,
             ..parameters(Mode::Device)
@@ -584,7 +586,7 @@ mod tests {
     }
 
     #[test]
-    fn byte_code_that_ends_in_the_middle_is_judged() {
+    fn byte_code_that_ends_in_the_middle_is_checked() {
         let all = AbortCase::ALL.map(|case| Aborted {
             case,
             error: case.words().join(" "),

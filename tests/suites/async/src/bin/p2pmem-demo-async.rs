@@ -32,8 +32,9 @@ const PORT: u16 = 18540;
 const LONG_LIMIT: Duration = Duration::from_secs(180);
 /// Iterations of a batch.
 const BATCH: u32 = 20;
-/// The minimum of iterations of a measurement, whatever divides their number. The NIC's driver reads a few registers each second, and the
-/// accelerator's clock is read at the begin and the end. With fewer messages, these accesses would be a large part of those that are compared.
+/// The minimum of iterations of a measurement, whatever divides their number. The NIC's driver reads a few registers each
+/// second, and the accelerator's clock is read at the begin and the end. With fewer messages, these accesses would be a large
+/// part of those that are compared.
 const MIN_ITERATIONS: u32 = 100;
 /// Iterations that the accelerator executes while the processor sleeps.
 const STEADY: u32 = 1000;

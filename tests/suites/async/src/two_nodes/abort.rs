@@ -256,7 +256,7 @@ fn doorbell_revoked(hardware: &Hardware) -> Result<String> {
     Ok(format!("{error}; access to the doorbell: {state:?}"))
 }
 
-/// Runs all cases. Each uses the devices after the one before. [`crate::report::missed_aborts`] judges the errors.
+/// Runs all cases. Each uses the devices after the one before. [`crate::report::missed_aborts`] checks the errors.
 ///
 /// # Errors
 ///
