@@ -12,6 +12,7 @@ use anyhow::{Context, Result, bail};
 use clap::{Parser, Subcommand};
 use p2pmem_guest::limits::Overrun;
 use p2pmem_guest::wire::Listen;
+use p2pmem_vm::accelerator::Accelerator;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
 use p2pmem_vm::qemu::{self, Ends, Paths};
@@ -36,6 +37,9 @@ const EXIT_NOT_STARTED: u8 = 127;
 ///
 /// Exit codes: the command's own (128 + N for signal N); 121 bad lines in the kernel log; 122 no boot; 123 panic;
 /// 124 time-out; 125 runner; 127 command not started.
+///
+/// Environment: P2PMEM_ACCEL is auto (default: KVM if it works, otherwise TCG), tcg, or kvm. Guests that count
+/// instructions always run with TCG.
 #[derive(Parser)]
 #[command(version)]
 struct Cli {
@@ -152,6 +156,7 @@ fn failed(error: &anyhow::Error, other: u8) -> u8 {
 }
 
 fn check(files: &[PathBuf]) -> Result<ExitCode> {
+    let accelerator = Accelerator::chosen()?;
     for file in files {
         let layout = Layout::load(file)?;
         println!("# {}: {}", layout.name, layout.description);
@@ -166,7 +171,7 @@ fn check(files: &[PathBuf]) -> Result<ExitCode> {
                 println!("# node {}", node.name);
             }
             let kernel = Kernel::image("/run/vmlinux".into());
-            let plan = qemu::plan(&node.topology, &paths, &kernel, several.then_some(ends))?;
+            let plan = qemu::plan(&node.topology, &paths, &kernel, accelerator, several.then_some(ends))?;
             println!("{}", plan.argv.join(" \\\n    ").replace(" \\\n    {", " '{"));
         }
     }
@@ -182,6 +187,7 @@ impl Run {
                 .with_context(|| format!("there is no node {node:?}"))?,
             None => layout.nodes.first().context("no node")?,
         };
+        let accelerator = Accelerator::chosen()?.of(&node.topology.machine);
         let node = node.name.clone();
         let options = Options {
             kernel: Some(Kernel::named(&self.kernel)?),
@@ -227,8 +233,9 @@ impl Run {
         self.tell(&outcome, console.as_deref());
         let code = exit_code(&outcome);
         let report = json!({
-            "topology": layout.name, "kernel_release": release, "boot_seconds": boot_seconds, "outcome": outcome,
-            "counters": counters, "console": console, "exit_code": code,
+            "topology": layout.name, "kernel_release": release, "accelerator": accelerator,
+            "boot_seconds": boot_seconds, "outcome": outcome, "counters": counters, "console": console,
+            "exit_code": code,
         });
         if let Some(path) = &self.report {
             fs::write(path, serde_json::to_vec_pretty(&report)?).with_context(|| path.display().to_string())?;

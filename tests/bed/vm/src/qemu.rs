@@ -11,14 +11,16 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 
+use crate::accelerator::Accelerator;
 use crate::kernel::Kernel;
-use crate::topology::{BridgeKind, Device, Iommu, ROOT, Topology};
+use crate::topology::{BridgeKind, Device, Iommu, Machine, ROOT, Topology};
 use crate::trace;
 use p2pmem_guest::wire::PORT_NAME;
 
 /// Kernel options for every boot: no mitigations and no self-tests, which cost emulated instructions; the log and the
 /// console as the runner needs them; an end at a panic; and two minutes until the kernel reports a locked-up processor,
-/// because a busy host may not run a processor for a while.
+/// because a busy host may not run a processor for a while. Under KVM, the guest's clock is kvm-clock, which
+/// `tsc=reliable` does not affect.
 const CMDLINE: &str = "console=ttyS0 loglevel=4 root=rootfs rootfstype=virtiofs ro mitigations=off nokaslr \
     cryptomgr.notests no_timer_check tsc=reliable printk.devkmsg=on log_buf_len=4M sysrq_always_enabled=1 panic=-1 \
     watchdog_thresh=60 init_on_alloc=1";
@@ -132,13 +134,20 @@ impl Image {
     }
 }
 
-/// Makes the command line for a kernel.
+/// Makes the command line for a kernel, and the accelerator of guests that count no instructions.
 ///
 /// # Errors
 ///
 /// A path is not UTF-8.
-pub fn plan(topology: &Topology, paths: &Paths, kernel: &Kernel, ends: Option<&Ends>) -> Result<Plan> {
+pub fn plan(
+    topology: &Topology,
+    paths: &Paths,
+    kernel: &Kernel,
+    accelerator: Accelerator,
+    ends: Option<&Ends>,
+) -> Result<Plan> {
     let mut argv = Args(vec!["qemu-system-x86_64".into()]);
+    processors(&mut argv, &topology.machine, accelerator);
     machine(&mut argv, topology, paths, kernel)?;
     if let Some(ends) = ends {
         network(&mut argv, ends)?;
@@ -278,6 +287,20 @@ fn option_text(path: &Path) -> Result<String> {
     Ok(utf8(path)?.replace(',', ",,"))
 }
 
+/// Adds the accelerator and the processors.
+fn processors(argv: &mut Args, machine: &Machine, accelerator: Accelerator) {
+    let accelerator = accelerator.of(machine);
+    if machine.count_instructions {
+        argv.add("-accel", "tcg,thread=single");
+        argv.add("-icount", "shift=0");
+    } else {
+        argv.add("-accel", accelerator.argument());
+    }
+    argv.add("-cpu", accelerator.cpu(&machine.cpu));
+    // One socket for each processor: Linux rejects a machine in which cores of one socket are on two NUMA nodes.
+    argv.add("-smp", format!("{0},sockets={0}", machine.smp));
+}
+
 fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel) -> Result<()> {
     let machine = &topology.machine;
     argv.add("-name", topology.name.as_str());
@@ -285,15 +308,6 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         .extend(["-nodefaults", "-no-user-config", "-no-reboot"].map(String::from));
     argv.add("-display", "none");
     argv.add("-vga", "none");
-    if machine.count_instructions {
-        argv.add("-accel", "tcg,thread=single");
-        argv.add("-icount", "shift=0");
-    } else {
-        argv.add("-accel", "tcg,thread=multi");
-    }
-    argv.add("-cpu", machine.cpu.as_str());
-    // One socket for each processor: Linux rejects a machine in which cores of one socket are on two NUMA nodes.
-    argv.add("-smp", format!("{0},sockets={0}", machine.smp));
     argv.add("-m", format!("{}k", machine.memory.0 >> 10));
     if machine.numa.is_empty() {
         argv.json("-object", &backend("ram0", machine.memory.0));
@@ -448,14 +462,58 @@ fn bridges(argv: &mut Args, topology: &Topology) -> BTreeMap<String, String> {
 mod tests {
     use super::*;
 
-    fn demo() -> Plan {
-        let text = include_str!("../../topologies/demo.toml");
-        let topology = Topology::parse("demo", text).unwrap();
+    fn plan_of(topology: &Topology, accelerator: Accelerator) -> Plan {
         let paths = Paths {
             dir: "/tmp/x,y".into(),
             init: "/build/init".into(),
         };
-        plan(&topology, &paths, &Kernel::image("/build/vmlinux".into()), None).unwrap()
+        let kernel = Kernel::image("/build/vmlinux".into());
+        plan(topology, &paths, &kernel, accelerator, None).unwrap()
+    }
+
+    fn demo() -> Plan {
+        let text = include_str!("../../topologies/demo.toml");
+        plan_of(&Topology::parse("demo", text).unwrap(), Accelerator::Tcg)
+    }
+
+    fn value<'a>(argv: &'a [String], option: &str) -> Option<&'a str> {
+        let at = argv.iter().position(|word| word == option)?;
+        argv.get(at + 1).map(String::as_str)
+    }
+
+    #[test]
+    fn accelerator_determines_two_options() {
+        let topology = Topology::parse("demo", include_str!("../../topologies/demo.toml")).unwrap();
+        let tcg = plan_of(&topology, Accelerator::Tcg).argv;
+        let kvm = plan_of(&topology, Accelerator::Kvm).argv;
+        assert_eq!(value(&tcg, "-accel"), Some("tcg,thread=multi"));
+        assert_eq!(value(&tcg, "-cpu"), Some("EPYC"));
+        assert_eq!(value(&kvm, "-accel"), Some("kvm,kernel-irqchip=split"));
+        assert_eq!(value(&kvm, "-cpu"), Some("EPYC,vendor=AuthenticAMD"));
+        let different: Vec<_> = tcg.iter().zip(&kvm).filter(|(tcg, kvm)| tcg != kvm).collect();
+        assert_eq!((tcg.len(), different.len()), (kvm.len(), 2), "{different:?}");
+    }
+
+    #[test]
+    fn unlisted_processor_has_the_same_family_with_both() {
+        let topology = Topology::parse("unreachable", include_str!("../../topologies/unreachable.toml")).unwrap();
+        let cpu = |accelerator| plan_of(&topology, accelerator).argv;
+        assert_eq!(value(&cpu(Accelerator::Tcg), "-cpu"), Some("max"));
+        let kvm = cpu(Accelerator::Kvm);
+        let kvm = value(&kvm, "-cpu").unwrap();
+        assert_eq!(kvm, "max,vendor=AuthenticAMD,family=6,model=6,stepping=3");
+    }
+
+    #[test]
+    fn instructions_are_counted_with_tcg() {
+        let topology = Topology::parse("memory", include_str!("../../topologies/memory.toml")).unwrap();
+        for accelerator in [Accelerator::Tcg, Accelerator::Kvm] {
+            let argv = plan_of(&topology, accelerator).argv;
+            assert_eq!(value(&argv, "-accel"), Some("tcg,thread=single"));
+            assert_eq!(value(&argv, "-icount"), Some("shift=0"));
+            assert_eq!(value(&argv, "-cpu"), Some("EPYC"));
+        }
+        assert_eq!(value(&demo().argv, "-icount"), None);
     }
 
     #[test]
@@ -501,16 +559,10 @@ mod tests {
     fn iommu_precedes_all_devices() {
         let text = include_str!("../../topologies/iommu.toml");
         let topology = Topology::parse("iommu", text).unwrap();
-        let paths = Paths {
-            dir: "/tmp/x".into(),
-            init: "/build/init".into(),
-        };
         let lines = |iommu| {
             let mut topology = topology.clone();
             topology.machine.iommu = iommu;
-            plan(&topology, &paths, &Kernel::image("/build/vmlinux".into()), None)
-                .unwrap()
-                .argv
+            plan_of(&topology, Accelerator::Tcg).argv
         };
         for (iommu, driver, option) in [
             (Iommu::Intel, "intel-iommu,", "intel_iommu=on "),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! The origin of a report: commit, time and machine, from `tools/stamp`.
+//! The origin of a report: commit, time, machine, and accelerator, from `tools/stamp`.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,12 +14,24 @@ use serde_json::Value;
 ///
 /// `tools/stamp` cannot be run, or its output is not JSON.
 pub fn stamp() -> Result<Value> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tools/stamp");
-    let output = Command::new(&path)
-        .output()
-        .with_context(|| path.display().to_string())?;
-    ensure!(output.status.success(), "{}: {output:?}", path.display());
-    serde_json::from_slice(&output.stdout).with_context(|| path.display().to_string())
+    serde_json::from_str(&run(&mut command())?).context("tools/stamp")
+}
+
+/// Returns the command `tools/stamp`, without arguments.
+pub(crate) fn command() -> Command {
+    Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tools/stamp"))
+}
+
+/// Runs `tools/stamp`, and returns its output.
+pub(crate) fn run(command: &mut Command) -> Result<String> {
+    let output = command.output().context("tools/stamp")?;
+    ensure!(
+        output.status.success(),
+        "tools/stamp: {}: {}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr).trim_end()
+    );
+    String::from_utf8(output.stdout).context("tools/stamp")
 }
 
 #[cfg(test)]

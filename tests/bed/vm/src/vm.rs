@@ -27,6 +27,7 @@ use p2pmem_guest::wire::{self, Frame, KMSG_MARK, Kind, Network, ToGuest, ToHost}
 pub use self::input::Stopper;
 use self::input::{Console, Event, Why, read_console, read_port};
 use self::start::{accept, start_virtiofsd};
+use crate::accelerator::Accelerator;
 pub use crate::command::{Command, Outcome, Status, Stream};
 use crate::counters::Classifier;
 use crate::dmesg::{self, Record};
@@ -197,7 +198,7 @@ impl Vm {
         };
         let paths = Vm::paths(dir.path())?;
         let (network, ends) = network.unzip();
-        let plan = qemu::plan(topology, &paths, &kernel, ends.as_ref())?;
+        let plan = qemu::plan(topology, &paths, &kernel, Accelerator::chosen()?, ends.as_ref())?;
         for device in &topology.device {
             if let Device::Nvme { name, image, .. } = device {
                 let path = paths.image(name);
