@@ -69,7 +69,10 @@ pub enum Error {
         /// The ranks that this rank waits for.
         what: String,
     },
-    /// The NIC, the engine or the memory failed, or another rank sent something unexpected.
+    /// A connection of the NIC failed. Another rank may be the cause.
+    #[error("{0:#}")]
+    Connection(anyhow::Error),
+    /// The engine of this rank failed, or another rank sent something unexpected.
     #[error("{0:#}")]
     Device(anyhow::Error),
 }
@@ -111,6 +114,40 @@ pub trait Members {
     fn set_progress(&self, calls: u64);
     /// Returns the numbers of calls that all ranks have entered; `None` for a rank that does not answer.
     fn progress(&self, limit: Duration) -> Vec<Option<u64>>;
+}
+
+impl<M: Members> Members for &M {
+    fn rank(&self) -> usize {
+        (**self).rank()
+    }
+
+    fn ranks(&self) -> usize {
+        (**self).ranks()
+    }
+
+    fn name(&self, rank: usize) -> &str {
+        (**self).name(rank)
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        (**self).check()
+    }
+
+    fn wait_for_failure(&self, limit: Duration) -> Result<(), Failure> {
+        (**self).wait_for_failure(limit)
+    }
+
+    fn abort(&self, reason: &str) {
+        (**self).abort(reason);
+    }
+
+    fn set_progress(&self, calls: u64) {
+        (**self).set_progress(calls);
+    }
+
+    fn progress(&self, limit: Duration) -> Vec<Option<u64>> {
+        (**self).progress(limit)
+    }
 }
 
 impl Members for Group {
@@ -407,7 +444,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
             if execution.jobs > 0 {
                 std::thread::yield_now();
             } else {
-                self.transport.wait(MAX_SLEEP).map_err(Error::Device)?;
+                self.transport.wait(MAX_SLEEP).map_err(Error::Connection)?;
             }
         }
     }
@@ -419,7 +456,8 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
         if matches!(error, Error::Failed(_)) {
             return error;
         }
-        if matches!(error, Error::Device(_)) {
+        // Not for a failure of this rank's own device: the others would report what follows from it before.
+        if matches!(error, Error::Connection(_)) {
             return match self.members.stop(&error.to_string()) {
                 Err(failure) => Error::Failed(failure),
                 Ok(()) => error,
@@ -535,7 +573,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
 
     fn take_events(&mut self, execution: &mut Execution) -> Result<bool, Error> {
         let mut events = std::mem::take(&mut self.events);
-        self.transport.poll(&mut events).map_err(Error::Device)?;
+        self.transport.poll(&mut events).map_err(Error::Connection)?;
         let moved = !events.is_empty();
         let mut result = Ok(());
         for event in events.drain(..) {
@@ -659,7 +697,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                 Some(_) => continue,
             };
             let sent = self.transport.notify(*rank, announcement.as_ref(), message.encode());
-            if sent.map_err(Error::Device)? {
+            if sent.map_err(Error::Connection)? {
                 *announced = Some(execution.open);
                 self.sending[*rank].push_back(None);
                 moved = true;
@@ -701,7 +739,7 @@ impl<M: Members, T: Transport, E: Engine> Communicator<M, T, E> {
                     into: place(into),
                     immediate: Immediate::piece(number, round).encode(),
                 };
-                if !self.transport.write(&write).map_err(Error::Device)? {
+                if !self.transport.write(&write).map_err(Error::Connection)? {
                     return Ok(false);
                 }
                 self.sending[to].push_back(Some(index));

@@ -24,7 +24,7 @@ mod tests;
 mod watch;
 
 use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{ensure, Context, Result};
@@ -37,13 +37,13 @@ pub use failure::Failure;
 pub use frame::MAX_VALUE;
 pub use options::GroupOptions;
 
-use failure::{printable, MAX_REASON};
+use failure::{printable, ABORT, MAX_REASON};
 use frame::Message;
 use mesh::Mesh;
-use watch::Watch;
+use watch::{Peer, State, Watch};
 
-/// Longest wait for the connections to accept the reason of an abort.
-const ABORT: Duration = Duration::from_secs(2);
+/// Longest wait of a rank that has failed for the others, which print the failure.
+const PARTING: Duration = Duration::from_secs(5);
 
 /// The ranks of a job, as one of them sees them.
 ///
@@ -211,8 +211,10 @@ impl Group {
     }
 
     /// Informs all ranks that this rank stops, and why: their [`check`](Self::check) fails with the name of this rank and the reason. If
-    /// this rank has noticed a failure before, the others learn this failure instead. Returns when the connections have accepted the
+    /// this rank has noticed a failure before, the others learn this failure instead. Returns when the other ranks have read the
     /// message, or after a short time. Only the first failure of a group counts, so further calls change nothing.
+    ///
+    /// A rank that has called this function can end: the others know the reason before they notice the end.
     pub fn abort(&self, reason: &str) {
         let shared = self.watch.shared();
         let mut state = shared.lock();
@@ -228,8 +230,20 @@ impl Group {
                 what: failure.what,
             });
         }
-        let is_pending = |state: &mut watch::State| !state.peers.iter().all(watch::Peer::is_flushed);
-        drop(shared.wait(state, Instant::now() + ABORT, is_pending));
+        // Messages are read in order, so an answer says that the reason was read.
+        drop(self.query(state, ABORT));
+    }
+
+    /// Asks all ranks for their progress, and waits for the answers. Returns the number of the query.
+    fn query<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: Duration) -> (MutexGuard<'a, State>, u64) {
+        let deadline = Instant::now() + limit;
+        state.queries += 1;
+        let number = state.queries;
+        state.send_all(&Message::Query { number });
+        let is_silent = |peer: &Peer| peer.is_connected() && !peer.has_left && peer.answer.0 < number;
+        let is_missing = |state: &mut State| state.peers.iter().any(is_silent);
+        let (state, _) = self.watch.shared().wait(state, deadline, is_missing);
+        (state, number)
     }
 
     /// Sets the number of collective calls that this rank has entered.
@@ -241,17 +255,7 @@ impl Group {
     /// or did not answer within the limit. The threads of the other ranks answer, also if a rank has failed.
     pub fn progress(&self, limit: Duration) -> Vec<Option<u64>> {
         let shared = self.watch.shared();
-        let deadline = Instant::now() + limit;
-        let mut state = shared.lock();
-        state.queries += 1;
-        let number = state.queries;
-        state.send_all(&Message::Query { number });
-        let (state, _) = shared.wait(state, deadline, |state| {
-            state
-                .peers
-                .iter()
-                .any(|peer| peer.is_connected() && !peer.has_left && peer.answer.0 < number)
-        });
+        let (state, number) = self.query(shared.lock(), limit);
         let answers = state
             .peers
             .iter()
@@ -263,12 +267,56 @@ impl Group {
         answers.collect()
     }
 
+    /// Runs this rank's part of the job, and then [leaves](Self::leave) the group. If either fails, all ranks learn why, `print` gets the error,
+    /// and this rank waits for a short time until the others have printed it, too: a launcher kills all ranks when the first one ends
+    /// with an error. Returns `None` after an error.
+    pub fn run<T>(
+        mut self,
+        limit: Duration,
+        part: impl FnOnce(&Self) -> Result<T>,
+        print: impl FnOnce(&anyhow::Error),
+    ) -> Option<T> {
+        let result = part(&self).and_then(|value| self.say_bye(limit).map(|()| value));
+        match result {
+            Ok(value) => {
+                self.has_left = true;
+                Some(value)
+            }
+            Err(error) => {
+                // Without effect if another rank has failed before.
+                self.abort(&format!("{error:#}"));
+                print(&error);
+                self.part();
+                None
+            }
+        }
+    }
+
+    /// Ends this rank's part in a group that has failed. Waits until all other ranks have called this function or have ended, or for a
+    /// short time.
+    fn part(&mut self) {
+        let shared = self.watch.shared();
+        let mut state = shared.lock();
+        state.send_all(&Message::Bye);
+        state.leaving = true;
+        drop(shared.wait(state, Instant::now() + PARTING, |state| {
+            state.peers.iter().any(Peer::is_staying)
+        }));
+        self.has_left = true;
+    }
+
     /// Ends this rank's part in the group, and waits until all ranks have called this function. The end of a connection is then no failure.
     ///
     /// # Errors
     ///
     /// A rank has failed, or did not call the function within the limit.
     pub fn leave(mut self, limit: Duration) -> Result<()> {
+        self.say_bye(limit)?;
+        self.has_left = true;
+        Ok(())
+    }
+
+    fn say_bye(&self, limit: Duration) -> Result<()> {
         let shared = self.watch.shared();
         let deadline = Instant::now() + limit;
         let mut state = shared.lock();
@@ -277,12 +325,11 @@ impl Group {
         }
         state.send_all(&Message::Bye);
         state.leaving = true;
-        let is_staying = |peer: &watch::Peer| peer.is_connected() && !(peer.has_left && peer.is_flushed());
         let (mut state, _) = shared.wait(state, deadline, |state| {
-            state.failure.is_none() && state.peers.iter().any(is_staying)
+            state.failure.is_none() && state.peers.iter().any(Peer::is_staying)
         });
         let missing: Vec<usize> = (0..state.peers.len())
-            .filter(|rank| is_staying(&state.peers[*rank]))
+            .filter(|rank| state.peers[*rank].is_staying())
             .collect();
         if let Some(first) = missing.first() {
             shared.fail(
@@ -296,10 +343,7 @@ impl Group {
                 ),
             );
         }
-        let result = state.failure.clone().map_or(Ok(()), |failure| Err(failure.into()));
-        drop(state);
-        self.has_left = result.is_ok();
-        result
+        state.failure.clone().map_or(Ok(()), |failure| Err(failure.into()))
     }
 }
 

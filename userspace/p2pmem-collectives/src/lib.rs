@@ -50,7 +50,7 @@ pub fn main(open_engine: run::OpenEngine<'_>) -> ExitCode {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("p2pmem-collectives: {error:#}");
+            run::print_error(run::PROGRAM, &error);
             ExitCode::FAILURE
         }
     }

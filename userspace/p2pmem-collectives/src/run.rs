@@ -23,6 +23,8 @@ use crate::schedule::{Algorithm, Call, Collective, Plan};
 use crate::topology::{ring, steps};
 use crate::transport::verbs::Verbs;
 
+/// The name of the program.
+pub const PROGRAM: &str = "p2pmem-collectives";
 /// Seed of the payload.
 const SEED: u64 = 0x7032_706d_656d;
 
@@ -108,11 +110,16 @@ pub fn processor(_provider: Option<&Provider>, _nic: &Nic) -> Result<OpenedEngin
     }))
 }
 
-/// Runs a rank of a job. Rank 0 prints. Returns whether no wrong byte was found.
+/// Prints an error of a program.
+pub fn print_error(program: &str, error: &anyhow::Error) {
+    eprintln!("{program}: {error:#}");
+}
+
+/// Runs a rank of a job. Rank 0 prints the report. Returns whether no wrong byte was found and no error was printed.
 ///
 /// # Errors
 ///
-/// Any error of the call or its preparation. The message says what to do.
+/// The ranks did not join, or the report cannot be printed. Any later error is printed before another rank ends because of it.
 pub fn run(args: &RunArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
     let directory = PmixDirectory::new()?;
     let options = GroupOptions {
@@ -120,10 +127,13 @@ pub fn run(args: &RunArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dy
         ..GroupOptions::default()
     };
     let group = Group::join(Box::new(directory), &options)?;
-    let (report, group) = measure(args, open_engine, group)?;
-    let verified = report.verified != Some(false);
     let is_first = group.rank() == 0;
-    group.leave(args.timeout)?;
+    let measured = group.run(
+        args.timeout,
+        |group| measure(args, open_engine, group),
+        |error| print_error(PROGRAM, error),
+    );
+    let Some(report) = measured else { return Ok(false) };
     if is_first && json {
         let mut value = serde_json::to_value(&report)?;
         value["schema"] = SCHEMA.into();
@@ -131,7 +141,7 @@ pub fn run(args: &RunArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dy
     } else if is_first {
         print_run(out, &report)?;
     }
-    Ok(verified)
+    Ok(report.verified != Some(false))
 }
 
 fn sizes(args: &RunArgs) -> Sizes {
@@ -154,19 +164,8 @@ fn call(args: &RunArgs) -> Call {
 }
 
 /// Connects the ranks of a group, and measures calls. Every rank gets the report.
-///
-/// # Errors
-///
-/// Those of [`run`]. The other ranks get an error that names this rank.
-pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Result<(RunReport, Group)> {
-    let prepared = prepare(args, open_engine, &group);
-    let (plan, connected) = match prepared {
-        Ok(prepared) => prepared,
-        Err(error) => {
-            group.abort(&format!("{error:#}"));
-            return Err(error);
-        }
-    };
+fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<RunReport> {
+    let (plan, connected) = prepare(args, open_engine, group)?;
     let Connected {
         placement,
         engine,
@@ -182,18 +181,9 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         plan.ring().clone(),
         args.timeout,
     )?;
-    let result = repeat(args, &mut communicator, &plan);
-    let (times_us, done, wrong) = match result {
-        Ok(result) => result,
-        Err(error) => {
-            // Without effect if another rank has failed before.
-            communicator.members().abort(&format!("{error:#}"));
-            return Err(error);
-        }
-    };
+    let (times_us, done, wrong) = repeat(args, &mut communicator, &plan)?;
     let engine = communicator.engine().name().to_owned();
     // The connections stay until all ranks have ended their calls.
-    let group = communicator.members();
     let seat = &placement.seats[group.rank()];
     let own = RankReport {
         name: group.name(group.rank()).to_owned(),
@@ -207,7 +197,7 @@ pub fn measure(args: &RunArgs, open_engine: OpenEngine<'_>, group: Group) -> Res
         wrong_bytes: wrong,
     };
     let ranks = group.exchange_values(&own, args.timeout)?;
-    Ok((report(args, ranks, &plan, &placement)?, communicator.into_members()))
+    report(args, ranks, &plan, &placement)
 }
 
 fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result<(Plan, Connected)> {
@@ -237,7 +227,7 @@ fn prepare(args: &RunArgs, open_engine: OpenEngine<'_>, group: &Group) -> Result
 
 fn repeat<E: Engine>(
     args: &RunArgs,
-    communicator: &mut Communicator<Group, Verbs, E>,
+    communicator: &mut Communicator<&Group, Verbs, E>,
     plan: &Plan,
 ) -> Result<(Vec<f64>, Done, Option<u64>)> {
     let call = plan.call();

@@ -39,7 +39,7 @@ pub mod tensor;
 use std::process::ExitCode;
 
 use clap::Parser;
-use p2pmem_collectives::run::OpenEngine;
+use p2pmem_collectives::run::{print_error, OpenEngine};
 
 use cli::{Cli, Command};
 
@@ -52,13 +52,14 @@ pub fn main(open_engine: OpenEngine<'_>) -> ExitCode {
         Command::Async(args) => run::asynchronous(args, open_engine, cli.json, &mut out),
         Command::Pipeline(args) => run::pipeline(args, open_engine, cli.json, &mut out),
         Command::Tensor(args) => run::tensor(args, open_engine, cli.json, &mut out),
-        Command::Reference(args) => run::reference(args, cli.json, &mut out),
-        Command::Checkpoint(args) => run::checkpoint(args, cli.json, &mut out),
+        Command::Reference(args) => run::reference(args, cli.json, &mut out).map(|()| true),
+        Command::Checkpoint(args) => run::checkpoint(args, cli.json, &mut out).map(|()| true),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
         Err(error) => {
-            eprintln!("p2pmem-training: {error:#}");
+            print_error(run::PROGRAM, &error);
             ExitCode::FAILURE
         }
     }

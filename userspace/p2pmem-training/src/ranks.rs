@@ -61,7 +61,8 @@ impl<'a, M: Members> Wait<'a, M> {
     }
 }
 
-/// Fails if a rank has other options than rank 0. All ranks call this function.
+/// Fails if a rank has other options than rank 0. All ranks call this function. Then the group has failed with the difference: another rank
+/// may not have compared yet when this one ends.
 ///
 /// # Errors
 ///
@@ -70,13 +71,15 @@ pub fn agree(group: &Group, options: &Value, limit: Duration) -> Result<()> {
     let all = group.exchange_values(options, limit)?;
     let other = all.iter().position(|other| *other != all[0]);
     if let Some(other) = other {
-        bail!(
+        let difference = format!(
             "{} has the options {}, and {} has {}: start all ranks with the same options",
             group.name(other),
             all[other],
             group.name(0),
             all[0]
         );
+        group.abort(&difference);
+        bail!(difference);
     }
     Ok(())
 }
@@ -91,6 +94,8 @@ pub fn stop<M: Members>(members: &M, error: anyhow::Error) -> anyhow::Error {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Barrier;
+
     use super::*;
     use crate::local::{each_rank, LIMIT};
 
@@ -110,6 +115,29 @@ mod tests {
                     assert!(text.contains("48") && text.contains("96"), "{text}");
                 }
             }
+        }
+    }
+
+    /// Rank 0 finds the difference and ends. The others look after its end.
+    #[test]
+    fn a_difference_is_known_after_the_end_of_the_rank_that_found_it() {
+        let ended = Barrier::new(3);
+        let results = each_rank(3, 64, |group, _, _| {
+            let options = serde_json::json!({ "batch": if group.rank() == 2 { 48 } else { 96 } });
+            if group.rank() == 0 {
+                let result = agree(&group, &options, LIMIT);
+                drop(group);
+                ended.wait();
+                return result;
+            }
+            // A value of another rank may come after the reason of rank 0.
+            let _ = group.exchange_values(&options, LIMIT);
+            ended.wait();
+            Ok(group.wait_for_failure(LIMIT)?)
+        });
+        for result in results {
+            let text = format!("{:#}", result.unwrap_err());
+            assert!(text.contains("rank 2 (node-c) has the options"), "{text}");
         }
     }
 }

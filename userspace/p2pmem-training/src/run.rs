@@ -11,7 +11,7 @@ use p2pmem_collectives::engine::Engine;
 use p2pmem_collectives::group::{Group, GroupOptions};
 use p2pmem_collectives::placement::{Placement, Wanted};
 use p2pmem_collectives::pmix::PmixDirectory;
-use p2pmem_collectives::run::{Connected, OpenEngine, Queue, CONTROL};
+use p2pmem_collectives::run::{print_error, Connected, OpenEngine, Queue, CONTROL};
 use p2pmem_collectives::schedule::Ring;
 use p2pmem_collectives::transport::verbs::Verbs;
 use p2pmem_payload::memory::MemoryOptions;
@@ -35,6 +35,9 @@ use crate::state::Layout;
 use crate::synchronous::{Saving, Training};
 use crate::tensor;
 
+/// The name of the program.
+pub const PROGRAM: &str = "p2pmem-training";
+
 fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Result<()> {
     if json {
         let mut value = serde_json::to_value(report)?;
@@ -46,44 +49,48 @@ fn write_report(report: &TrainingReport, json: bool, out: &mut dyn Write) -> Res
     Ok(())
 }
 
-/// Joins the group of the job, and connects to all ranks with memory of `bytes` bytes, which depends on the group.
-fn join(
+/// Runs a rank of a job. Prints the report, which rank 0 has. Returns whether no error was printed.
+///
+/// # Errors
+///
+/// The ranks did not join, or the report cannot be printed. Any later error is printed before another rank ends because of it.
+fn run(
     args: &RankArgs,
-    open_engine: OpenEngine<'_>,
-    bytes: impl Fn(&Group) -> Result<u64>,
-    depth: u32,
-) -> Result<(Group, Connected)> {
+    json: bool,
+    out: &mut dyn Write,
+    train: impl FnOnce(&Group) -> Result<Option<TrainingReport>>,
+) -> Result<bool> {
     let options = GroupOptions {
         limit: args.timeout,
         ..GroupOptions::default()
     };
     let group = Group::join(Box::new(PmixDirectory::new()?), &options)?;
-    let connect = || -> Result<Connected> {
-        let wanted = Wanted {
-            nic: args.nic.as_deref(),
-            memory: MemoryOptions {
-                kind: args.memory,
-                provider: args.device.as_deref(),
-                device: &args.dev_path,
-            },
-            bytes: bytes(&group)?,
-            ring: &[],
-        };
-        let placement = Placement::agree(&group, &wanted, args.timeout)?;
-        let queue = Queue {
-            gid_index: args.gid_index,
-            depth,
-            limit: args.timeout,
-        };
-        Connected::new(&group, placement, &wanted, queue, open_engine)
-    };
-    match connect() {
-        Ok(connected) => Ok((group, connected)),
-        Err(error) => {
-            group.abort(&format!("{error:#}"));
-            Err(error)
-        }
+    let report = group.run(args.timeout, train, |error| print_error(PROGRAM, error));
+    if let Some(Some(report)) = &report {
+        write_report(report, json, out)?;
     }
+    Ok(report.is_some())
+}
+
+/// Connects to all ranks of the group with memory of `bytes` bytes.
+fn connect(args: &RankArgs, group: &Group, open_engine: OpenEngine<'_>, bytes: u64, depth: u32) -> Result<Connected> {
+    let wanted = Wanted {
+        nic: args.nic.as_deref(),
+        memory: MemoryOptions {
+            kind: args.memory,
+            provider: args.device.as_deref(),
+            device: &args.dev_path,
+        },
+        bytes,
+        ring: &[],
+    };
+    let placement = Placement::agree(group, &wanted, args.timeout)?;
+    let queue = Queue {
+        gid_index: args.gid_index,
+        depth,
+        limit: args.timeout,
+    };
+    Connected::new(group, placement, &wanted, queue, open_engine)
 }
 
 fn provider(verbs: &Verbs) -> Option<String> {
@@ -103,12 +110,12 @@ fn compare(all: &[RankReport], own: &RankReport) -> Result<()> {
     Ok(())
 }
 
-/// Trains as a rank of a synchronous training. Rank 0 prints.
+/// Trains as a rank of a synchronous training. Rank 0 prints. Returns whether no error was printed.
 ///
 /// # Errors
 ///
-/// A rank failed, or something is not available. The message says what to do.
-pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+/// The settings are not possible, or the ranks did not join. The message says what to do.
+pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
     let settings = args.training.settings();
     let digits = Digits::load();
     settings.check(digits.training.len())?;
@@ -119,150 +126,124 @@ pub fn synchronous(args: &SyncArgs, open_engine: OpenEngine<'_>, json: bool, out
         window: args.allreduce.window,
     };
     sizes.check()?;
-    let memory = |group: &Group| Ok(sizes.memory(group.ranks()));
-    let (group, connected) = join(&args.rank, open_engine, memory, args.allreduce.window + CONTROL)?;
-    let Connected {
-        placement,
-        engine,
-        verbs,
-        base,
-    } = connected;
-    let (rank, ranks) = (group.rank(), group.ranks());
-    let span = verbs.memory().span().clone();
-    let provider = provider(&verbs);
-    let prepare = || -> Result<_> {
+    run(&args.rank, json, out, |group| {
+        let (rank, ranks) = (group.rank(), group.ranks());
+        let depth = args.allreduce.window + CONTROL;
+        let Connected {
+            placement,
+            engine,
+            verbs,
+            base,
+        } = connect(&args.rank, group, open_engine, sizes.memory(ranks), depth)?;
+        let span = verbs.memory().span().clone();
+        let provider = provider(&verbs);
         let path = args.checkpoint.as_ref().filter(|_| rank == 0);
         let fingerprint = settings.fingerprint(ranks, args.allreduce.algorithm);
-        path.map(|path| Checkpoints::open(path, &span, layout, fingerprint))
-            .transpose()
-    };
-    let checkpoints = match prepare() {
-        Ok(prepared) => prepared,
-        Err(error) => {
-            group.abort(&format!("{error:#}"));
-            return Err(error);
-        }
-    };
-    let mut communicator = Communicator::new(
-        group,
-        verbs,
-        engine,
-        base,
-        sizes,
+        let checkpoints = path.map(|path| Checkpoints::open(path, &span, layout, fingerprint));
+        let checkpoints = checkpoints.transpose()?;
         // The order of the ring is part of the result, which does not depend on the machines.
-        Ring::by_rank(ranks),
-        args.rank.timeout,
-    )?;
-    let mut training = Training {
-        settings: &settings,
-        digits: &digits,
-        algorithm: args.allreduce.algorithm,
-        span,
-        saving: checkpoints.map(|checkpoints| Saving {
-            checkpoints,
-            every: args.checkpoint_every,
-            resume: args.resume,
-        }),
-    };
-    let start = Instant::now();
-    let trained = training.run(&mut communicator, &mut |_| Ok(()))?;
-    let seconds = start.elapsed().as_secs_f64();
-    let group = communicator.members();
-    let own = RankReport {
-        engine: Some(communicator.engine().name().to_owned()),
-        sent: trained.sent,
-        digest: Some(trained.outcome.digest.clone()),
-        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
-    };
-    let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
-    compare(&rank_reports, &own)?;
-    communicator.into_members().leave(args.rank.timeout)?;
-    if rank != 0 {
-        return Ok(());
-    }
-    let report = TrainingReport {
-        algorithm: Some(args.allreduce.algorithm.name().into()),
-        updates: trained.iterations,
-        resumed_at: trained.resumed_at,
-        checkpoints: trained.checkpoints,
-        seconds,
-        rank_reports,
-        ..TrainingReport::new(Mode::Synchronous, ranks, settings, trained.outcome)
-    };
-    write_report(&report, json, out)
+        let ring = Ring::by_rank(ranks);
+        let mut communicator = Communicator::new(group, verbs, engine, base, sizes, ring, args.rank.timeout)?;
+        let mut training = Training {
+            settings: &settings,
+            digits: &digits,
+            algorithm: args.allreduce.algorithm,
+            span,
+            saving: checkpoints.map(|checkpoints| Saving {
+                checkpoints,
+                every: args.checkpoint_every,
+                resume: args.resume,
+            }),
+        };
+        let start = Instant::now();
+        let trained = training.run(&mut communicator, &mut |_| Ok(()))?;
+        let seconds = start.elapsed().as_secs_f64();
+        let own = RankReport {
+            engine: Some(communicator.engine().name().to_owned()),
+            sent: trained.sent,
+            digest: Some(trained.outcome.digest.clone()),
+            ..RankReport::new(group.name(rank), placement.nic.name(), provider)
+        };
+        let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
+        compare(&rank_reports, &own)?;
+        Ok((rank == 0).then(|| TrainingReport {
+            algorithm: Some(args.allreduce.algorithm.name().into()),
+            updates: trained.iterations,
+            resumed_at: trained.resumed_at,
+            checkpoints: trained.checkpoints,
+            seconds,
+            rank_reports,
+            ..TrainingReport::new(Mode::Synchronous, ranks, settings, trained.outcome)
+        }))
+    })
 }
 
-/// Trains as a rank of an asynchronous training. Rank 0 is the server, and prints.
+/// Trains as a rank of an asynchronous training. Rank 0 is the server, and prints. Returns whether no error was printed.
 ///
 /// # Errors
 ///
-/// A rank failed, or something is not available. The message says what to do.
-pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+/// The settings are not possible, or the ranks did not join. The message says what to do.
+pub fn asynchronous(args: &AsyncArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
     let settings = args.training.settings();
     let digits = Digits::load();
     settings.check(digits.training.len())?;
     let parameters = settings.network().parameters();
-    let memory = |group: &Group| {
-        let ranks = group.ranks();
+    run(&args.rank, json, out, |group| {
+        let (rank, ranks) = (group.rank(), group.ranks());
         ensure!(
             ranks > 1,
             "a parameter server needs at least one worker: start 2 ranks or more"
         );
-        Ok(asynchronous::Places::new(parameters, ranks, args.window).memory())
-    };
-    let (group, connected) = join(&args.rank, open_engine, memory, args.window + CONTROL)?;
-    let Connected {
-        placement,
-        mut engine,
-        mut verbs,
-        base,
-    } = connected;
-    let (rank, ranks) = (group.rank(), group.ranks());
-    let provider = provider(&verbs);
-    let training = asynchronous::Training {
-        settings: &settings,
-        digits: &digits,
-        span: verbs.memory().span().clone(),
-        window: args.window,
-        limit: args.rank.timeout,
-    };
-    let start = Instant::now();
-    let (mut served, mut engine_name) = (None, None);
-    let updates = if rank == SERVER {
-        engine_name = Some(engine.name().to_owned());
-        let result = training.serve(&group, &mut verbs, &mut engine, base)?;
-        let updates = result.updates;
-        served = Some(result);
-        updates
-    } else {
-        training.work(&group, &mut verbs)?
-    };
-    let seconds = start.elapsed().as_secs_f64();
-    let own = RankReport {
-        engine: engine_name,
-        sent: updates * 4 * parameters as u64,
-        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
-    };
-    // The connections stay until all ranks have ended.
-    let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
-    group.leave(args.rank.timeout)?;
-    let Some(served) = served else { return Ok(()) };
-    let report = TrainingReport {
-        updates: served.updates,
-        staleness: Some(served.staleness),
-        seconds,
-        rank_reports,
-        ..TrainingReport::new(Mode::Asynchronous, ranks, settings, served.outcome)
-    };
-    write_report(&report, json, out)
+        let memory = asynchronous::Places::new(parameters, ranks, args.window).memory();
+        let Connected {
+            placement,
+            mut engine,
+            mut verbs,
+            base,
+        } = connect(&args.rank, group, open_engine, memory, args.window + CONTROL)?;
+        let provider = provider(&verbs);
+        let training = asynchronous::Training {
+            settings: &settings,
+            digits: &digits,
+            span: verbs.memory().span().clone(),
+            window: args.window,
+            limit: args.rank.timeout,
+        };
+        let start = Instant::now();
+        let (mut served, mut engine_name) = (None, None);
+        let updates = if rank == SERVER {
+            engine_name = Some(engine.name().to_owned());
+            let result = training.serve(group, &mut verbs, &mut engine, base)?;
+            let updates = result.updates;
+            served = Some(result);
+            updates
+        } else {
+            training.work(group, &mut verbs)?
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        let own = RankReport {
+            engine: engine_name,
+            sent: updates * 4 * parameters as u64,
+            ..RankReport::new(group.name(rank), placement.nic.name(), provider)
+        };
+        // The connections stay until all ranks have ended.
+        let rank_reports = group.exchange_values(&own, args.rank.timeout)?;
+        Ok(served.map(|served| TrainingReport {
+            updates: served.updates,
+            staleness: Some(served.staleness),
+            seconds,
+            rank_reports,
+            ..TrainingReport::new(Mode::Asynchronous, ranks, settings, served.outcome)
+        }))
+    })
 }
 
-/// Trains as a rank of a pipeline. Rank 0 prints.
+/// Trains as a rank of a pipeline. Rank 0 prints. Returns whether no error was printed.
 ///
 /// # Errors
 ///
-/// A rank failed, ranks have different options, or something is not available. The message says what to do.
-pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+/// The ranks did not join. The message says what to do.
+pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
     let limit = args.rank.timeout;
     let pipeline = Pipeline {
         settings: args.training.settings(),
@@ -270,64 +251,63 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
         stage_time_ms: args.stage_time,
     };
     let digits = Digits::load();
-    let memory = |group: &Group| {
+    run(&args.rank, json, out, |group| {
+        let (rank, ranks) = (group.rank(), group.ranks());
         agree(group, &serde_json::json!({ "pipeline": pipeline }), limit)?;
-        pipeline.check(group.ranks(), digits.training.len(), limit)?;
-        Ok(Places::new(&pipeline, group.ranks()).memory())
-    };
-    let (group, connected) = join(&args.rank, open_engine, memory, args.microbatches + CONTROL)?;
-    let Connected {
-        placement,
-        mut engine,
-        mut verbs,
-        base,
-    } = connected;
-    let (rank, ranks) = (group.rank(), group.ranks());
-    let provider = provider(&verbs);
-    let training = pipeline::Training {
-        pipeline: &pipeline,
-        digits: &digits,
-        span: verbs.memory().span().clone(),
-        limit,
-    };
-    let start = Instant::now();
-    let trained = training.run(&group, &mut verbs, &mut engine, base, &mut |_, _| Ok(()))?;
-    let seconds = start.elapsed().as_secs_f64();
-    let own = RankReport {
-        engine: Some(engine.name().to_owned()),
-        sent: trained.forward + trained.backward + trained.collected,
-        stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
-        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
-    };
-    // The connections stay until all ranks have ended.
-    let rank_reports = group.exchange_values(&own, limit)?;
-    group.leave(limit)?;
-    let Some(outcome) = trained.outcome else { return Ok(()) };
-    let stages = rank_reports.iter().filter_map(|rank| rank.stage.as_ref());
-    let busy: f64 = stages.map(|stage| stage.busy_seconds).sum();
-    let batch_seconds = trained.duration.as_secs_f64();
-    let report = TrainingReport {
-        updates: trained.batches,
-        pipeline: Some(PipelineReport {
-            microbatches: pipeline.microbatches,
-            stage_time_ms: pipeline.stage_time_ms,
-            batch_seconds,
-            bubble: bubble(busy, ranks, batch_seconds),
-            bubble_formula: bubble_formula(ranks, pipeline.microbatches),
-        }),
-        seconds,
-        rank_reports,
-        ..TrainingReport::new(Mode::Pipeline, ranks, pipeline.settings, outcome)
-    };
-    write_report(&report, json, out)
+        pipeline.check(ranks, digits.training.len(), limit)?;
+        let memory = Places::new(&pipeline, ranks).memory();
+        let Connected {
+            placement,
+            mut engine,
+            mut verbs,
+            base,
+        } = connect(&args.rank, group, open_engine, memory, args.microbatches + CONTROL)?;
+        let provider = provider(&verbs);
+        let training = pipeline::Training {
+            pipeline: &pipeline,
+            digits: &digits,
+            span: verbs.memory().span().clone(),
+            limit,
+        };
+        let start = Instant::now();
+        let trained = training.run(group, &mut verbs, &mut engine, base, &mut |_, _| Ok(()))?;
+        let seconds = start.elapsed().as_secs_f64();
+        let own = RankReport {
+            engine: Some(engine.name().to_owned()),
+            sent: trained.forward + trained.backward + trained.collected,
+            stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
+            ..RankReport::new(group.name(rank), placement.nic.name(), provider)
+        };
+        // The connections stay until all ranks have ended.
+        let rank_reports = group.exchange_values(&own, limit)?;
+        let Some(outcome) = trained.outcome else {
+            return Ok(None);
+        };
+        let stages = rank_reports.iter().filter_map(|rank| rank.stage.as_ref());
+        let busy: f64 = stages.map(|stage| stage.busy_seconds).sum();
+        let batch_seconds = trained.duration.as_secs_f64();
+        Ok(Some(TrainingReport {
+            updates: trained.batches,
+            pipeline: Some(PipelineReport {
+                microbatches: pipeline.microbatches,
+                stage_time_ms: pipeline.stage_time_ms,
+                batch_seconds,
+                bubble: bubble(busy, ranks, batch_seconds),
+                bubble_formula: bubble_formula(ranks, pipeline.microbatches),
+            }),
+            seconds,
+            rank_reports,
+            ..TrainingReport::new(Mode::Pipeline, ranks, pipeline.settings, outcome)
+        }))
+    })
 }
 
-/// Trains as a rank of a tensor-parallel training. Rank 0 prints.
+/// Trains as a rank of a tensor-parallel training. Rank 0 prints. Returns whether no error was printed.
 ///
 /// # Errors
 ///
-/// A rank failed, ranks have different options, or something is not available. The message says what to do.
-pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<()> {
+/// The ranks did not join. The message says what to do.
+pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &mut dyn Write) -> Result<bool> {
     let limit = args.rank.timeout;
     let settings = args.training.settings();
     let AllreduceArgs {
@@ -336,78 +316,66 @@ pub fn tensor(args: &TensorArgs, open_engine: OpenEngine<'_>, json: bool, out: &
         window,
     } = args.allreduce;
     let digits = Digits::load();
-    let sizes = |ranks| Sizes {
-        payload: tensor::Places::new(&settings, ranks).payload(),
-        chunk,
-        window,
-    };
-    let memory = |group: &Group| {
-        agree(
-            group,
-            &serde_json::json!({
-                "tensor": settings, "algorithm": algorithm.name(), "chunk": chunk, "window": window,
-            }),
-            limit,
-        )?;
+    run(&args.rank, json, out, |group| {
+        let (rank, ranks) = (group.rank(), group.ranks());
+        let options = serde_json::json!({
+            "tensor": settings, "algorithm": algorithm.name(), "chunk": chunk, "window": window,
+        });
+        agree(group, &options, limit)?;
         settings.check(digits.training.len())?;
-        slice::check(&settings.network(), group.ranks())?;
-        let sizes = sizes(group.ranks());
+        slice::check(&settings.network(), ranks)?;
+        let sizes = Sizes {
+            payload: tensor::Places::new(&settings, ranks).payload(),
+            chunk,
+            window,
+        };
         sizes.check()?;
-        Ok(sizes.memory(group.ranks()))
-    };
-    let (group, connected) = join(&args.rank, open_engine, memory, window + CONTROL)?;
-    let Connected {
-        placement,
-        engine,
-        verbs,
-        base,
-    } = connected;
-    let (rank, ranks) = (group.rank(), group.ranks());
-    let provider = provider(&verbs);
-    let training = tensor::Training {
-        settings: &settings,
-        digits: &digits,
-        algorithm,
-        span: verbs.memory().span().clone(),
-    };
-    // The order of the ring is part of the result, which does not depend on the machines.
-    let ring = Ring::by_rank(ranks);
-    let mut communicator = Communicator::new(group, verbs, engine, base, sizes(ranks), ring, limit)?;
-    let start = Instant::now();
-    let trained = training.run(&mut communicator, &mut |_| Ok(()))?;
-    let seconds = start.elapsed().as_secs_f64();
-    let traffic = |bytes, direction| Traffic {
-        bytes,
-        formula: tensor::bytes_by_formula(&settings, algorithm, ranks, trained.batches, direction),
-    };
-    let group = communicator.members();
-    let own = RankReport {
-        engine: Some(communicator.engine().name().to_owned()),
-        sent: trained.forward + trained.backward + trained.collected,
-        digest: Some(trained.outcome.digest.clone()),
-        slice: Some(SliceReport {
-            units: trained.units,
-            parameters: trained.parameters,
-            forward: traffic(trained.forward, Direction::Forward),
-            backward: traffic(trained.backward, Direction::Backward),
-            collected: trained.collected,
-        }),
-        ..RankReport::new(group.name(rank), placement.nic.name(), provider)
-    };
-    let rank_reports = group.exchange_values(&own, limit)?;
-    compare(&rank_reports, &own)?;
-    communicator.into_members().leave(limit)?;
-    if rank != 0 {
-        return Ok(());
-    }
-    let report = TrainingReport {
-        algorithm: Some(algorithm.name().into()),
-        updates: trained.batches,
-        seconds,
-        rank_reports,
-        ..TrainingReport::new(Mode::Tensor, ranks, settings, trained.outcome)
-    };
-    write_report(&report, json, out)
+        let Connected {
+            placement,
+            engine,
+            verbs,
+            base,
+        } = connect(&args.rank, group, open_engine, sizes.memory(ranks), window + CONTROL)?;
+        let provider = provider(&verbs);
+        let training = tensor::Training {
+            settings: &settings,
+            digits: &digits,
+            algorithm,
+            span: verbs.memory().span().clone(),
+        };
+        // The order of the ring is part of the result, which does not depend on the machines.
+        let ring = Ring::by_rank(ranks);
+        let mut communicator = Communicator::new(group, verbs, engine, base, sizes, ring, limit)?;
+        let start = Instant::now();
+        let trained = training.run(&mut communicator, &mut |_| Ok(()))?;
+        let seconds = start.elapsed().as_secs_f64();
+        let traffic = |bytes, direction| Traffic {
+            bytes,
+            formula: tensor::bytes_by_formula(&settings, algorithm, ranks, trained.batches, direction),
+        };
+        let own = RankReport {
+            engine: Some(communicator.engine().name().to_owned()),
+            sent: trained.forward + trained.backward + trained.collected,
+            digest: Some(trained.outcome.digest.clone()),
+            slice: Some(SliceReport {
+                units: trained.units,
+                parameters: trained.parameters,
+                forward: traffic(trained.forward, Direction::Forward),
+                backward: traffic(trained.backward, Direction::Backward),
+                collected: trained.collected,
+            }),
+            ..RankReport::new(group.name(rank), placement.nic.name(), provider)
+        };
+        let rank_reports = group.exchange_values(&own, limit)?;
+        compare(&rank_reports, &own)?;
+        Ok((rank == 0).then(|| TrainingReport {
+            algorithm: Some(algorithm.name().into()),
+            updates: trained.batches,
+            seconds,
+            rank_reports,
+            ..TrainingReport::new(Mode::Tensor, ranks, settings, trained.outcome)
+        }))
+    })
 }
 
 /// Computes and prints the result of a synchronous or tensor-parallel training.

@@ -25,6 +25,8 @@ struct Ranks {
 struct Shared {
     calls: Vec<u64>,
     failure: Option<Failure>,
+    /// How often a rank waited for the failure of another one.
+    waits: usize,
 }
 
 impl Members for Ranks {
@@ -45,6 +47,7 @@ impl Members for Ranks {
     }
 
     fn wait_for_failure(&self, _limit: Duration) -> Result<(), Failure> {
+        self.shared.borrow_mut().waits += 1;
         self.check()
     }
 
@@ -139,6 +142,7 @@ impl World {
         let shared = Rc::new(RefCell::new(Shared {
             calls: vec![0; ranks],
             failure: None,
+            waits: 0,
         }));
         let communicators = (0..ranks).map(|rank| {
             let members = Ranks {
@@ -412,6 +416,21 @@ fn a_failed_connection_ends_the_call_of_all_ranks() {
             .contains(&format!("rank {rank} stopped: the connection")),
         "{failure}"
     );
+}
+
+/// If a rank waited with the failure of its own device, the others would report the connections that fail because of it.
+#[test]
+fn only_a_failed_connection_waits_for_the_failure_of_another_rank() {
+    for (error, waits) in [(Error::Device as fn(anyhow::Error) -> Error, 0), (Error::Connection, 1)] {
+        let mut world = World::new(&Ring::by_rank(2), SIZES, 4);
+        let communicator = &mut world.communicators[1];
+        let error = communicator.fail(error(anyhow::anyhow!("the memory was revoked")));
+        assert_eq!(error.to_string(), "the memory was revoked");
+        let shared = communicator.members().shared.borrow();
+        assert_eq!(shared.waits, waits);
+        let failure = shared.failure.as_ref().unwrap();
+        assert_eq!(failure.what, "rank 1 stopped: the memory was revoked");
+    }
 }
 
 #[test]

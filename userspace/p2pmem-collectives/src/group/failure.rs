@@ -2,8 +2,12 @@
 
 //! The failure of a rank, and texts about ranks.
 
+use std::time::Duration;
+
 use thiserror::Error;
 
+/// Longest wait until the other ranks have read the reason of this one.
+pub(crate) const ABORT: Duration = Duration::from_secs(2);
 /// Most characters of a reason that another rank sends.
 pub(crate) const MAX_REASON: usize = 300;
 /// Most characters of the text of a failure: a reason with the names of ranks.

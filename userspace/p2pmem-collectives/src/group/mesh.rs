@@ -8,7 +8,7 @@
 //! address may belong to a network that only the other host sees.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use rustix::event::{poll, PollFd, PollFlags, Timespec};
 use rustix::net::{self, sockopt, AddressFamily, RecvFlags, SocketFlags, SocketType};
 
 use super::directory::Directory;
-use super::failure::{list, name, printable, MAX_FAILURE, MAX_REASON};
+use super::failure::{list, name, printable, ABORT, MAX_FAILURE, MAX_REASON};
 use super::frame::{Decoder, Message};
 use super::handshake::{fill_random, is_proof, proof, Hello, Side, Token, HELLO, PROOF, WELCOME};
 use super::options::GroupOptions;
@@ -32,7 +32,7 @@ const MAX_SLEEP: Duration = Duration::from_millis(100);
 /// Most connections of unknown sides, in addition to one for each rank. The oldest one is closed first.
 const MAX_UNKNOWN: usize = 64;
 /// Bytes of the receive buffer of a connection: a rank sends at most two values ahead, which never block the sender.
-const BUFFER: usize = 512 << 10;
+pub(crate) const BUFFER: usize = 512 << 10;
 
 /// The connected ranks of a job.
 #[derive(Debug)]
@@ -488,14 +488,16 @@ impl Joining<'_> {
                     }
                 }
             }
-            self.check()?;
             let missing = self.missing();
-            if Instant::now() >= deadline && !missing.is_empty() {
+            if missing.is_empty() {
+                // The group handles what has arrived.
+                break;
+            }
+            self.check()?;
+            if Instant::now() >= deadline {
                 return Err(self.overdue(&missing));
             }
-            if !missing.is_empty() {
-                self.sleep(deadline)?;
-            }
+            self.sleep(deadline)?;
         }
         Ok(())
     }
@@ -565,17 +567,18 @@ impl Joining<'_> {
         Ok(())
     }
 
-    /// Returns an error if a rank that is connected has ended or has failed. Its messages stay in the buffer.
+    /// Returns an error if a rank that is connected has ended or has failed. Its messages stay in the buffer. The reason of one rank
+    /// comes before the end of another one, which may be its consequence.
     fn check(&mut self) -> Result<()> {
+        let mut bytes = vec![0; BUFFER];
+        let mut ended = None;
         for (rank, stream) in self.streams.iter().enumerate() {
             let Some(stream) = stream.as_ref().filter(|_| !self.leaving[rank]) else {
                 continue;
             };
+            // Before the messages are read: all that was sent before the end has arrived then.
             let mut set = [PollFd::new(stream, PollFlags::RDHUP)];
-            if poll(&mut set, Some(&Timespec::default())).unwrap_or(0) == 0 {
-                continue;
-            }
-            let mut bytes = vec![0; BUFFER];
+            let has_ended = poll(&mut set, Some(&Timespec::default())).unwrap_or(0) > 0;
             let count = match net::recv(stream, &mut bytes[..], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
                 Ok((count, _)) => count.min(bytes.len()),
                 Err(_) => 0,
@@ -589,11 +592,14 @@ impl Joining<'_> {
                     _ => {}
                 }
             }
-            if !self.leaving[rank] {
-                bail!("{} ended before all ranks had joined", self.names[rank]);
+            if has_ended && !self.leaving[rank] {
+                ended.get_or_insert(rank);
             }
         }
-        Ok(())
+        match ended {
+            Some(rank) => bail!("{} ended before all ranks had joined", self.names[rank]),
+            None => Ok(()),
+        }
     }
 
     /// Sleeps until a connection is ready, at most [`MAX_SLEEP`].
@@ -632,7 +638,8 @@ impl Joining<'_> {
         }
     }
 
-    /// Sends the reason to the ranks that are connected, so that they do not wait for their limit.
+    /// Sends the reason to the ranks that are connected, so that they do not wait for their limit. Waits for a short time until they
+    /// have read it: a connection that is closed before may end without what was sent last.
     fn notify(&self, error: &anyhow::Error) {
         let mut bytes = Vec::new();
         let message = Message::Failed {
@@ -644,9 +651,32 @@ impl Joining<'_> {
             ),
         };
         message.encode(&mut bytes);
-        for mut stream in self.streams.iter().flatten() {
-            // The buffer of a new connection has space. If the connection fails, the other side sees its end.
-            let _ = stream.write(&bytes);
+        let mut waiting: Vec<&TcpStream> = self.streams.iter().flatten().collect();
+        // The buffer of a new connection has space. If the connection fails, the other side sees its end.
+        waiting.retain(|stream| {
+            let mut stream = *stream;
+            stream.write_all(&bytes).is_ok() && stream.shutdown(Shutdown::Write).is_ok()
+        });
+        let deadline = Instant::now() + ABORT;
+        let mut bytes = [0; 4096];
+        while !waiting.is_empty() {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            let mut set: Vec<PollFd<'_>> = waiting
+                .iter()
+                .map(|stream| PollFd::new(*stream, PollFlags::IN))
+                .collect();
+            let rest = Timespec {
+                tv_sec: rest.as_secs() as i64,
+                tv_nsec: rest.subsec_nanos().into(),
+            };
+            if matches!(poll(&mut set, Some(&rest)), Ok(0)) {
+                return;
+            }
+            // The other side closes the connection when it has read the reason.
+            waiting.retain(|stream| {
+                let mut stream = *stream;
+                !matches!(unblocked(stream.read(&mut bytes)), Ok(Some(0)) | Err(_))
+            });
         }
     }
 }

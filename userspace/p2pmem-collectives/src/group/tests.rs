@@ -531,6 +531,205 @@ fn failure_by(bytes: &[u8], noticed: fn(&Group) -> Failure) -> Failure {
     })
 }
 
+/// Connects the ranks of a job. No rank watches its connections, so that a test decides what arrives before a rank looks.
+fn meshes(ranks: usize) -> Vec<Mesh> {
+    thread::scope(|scope| {
+        let connect = |(rank, mut directory): (usize, LocalDirectory)| {
+            scope.spawn(move || Mesh::connect(&mut directory, &options(rank, LIMIT)).unwrap())
+        };
+        let all: Vec<_> = LocalDirectory::job(ranks)
+            .into_iter()
+            .enumerate()
+            .map(connect)
+            .collect();
+        all.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Returns the connection of a rank to another one. Reads and writes block.
+fn blocking(mesh: &mut Mesh, to: usize) -> TcpStream {
+    let stream = mesh.streams[to].take().unwrap();
+    stream.set_nonblocking(false).unwrap();
+    stream
+}
+
+fn send(mut stream: &TcpStream, message: &Message) {
+    let mut bytes = Vec::new();
+    message.encode(&mut bytes);
+    stream.write_all(&bytes).unwrap();
+}
+
+/// Reads the next message of a connection.
+fn receive(mut stream: &TcpStream) -> Message {
+    let mut length = [0; 4];
+    stream.read_exact(&mut length).unwrap();
+    let mut bytes = length.to_vec();
+    bytes.resize(4 + u32::from_le_bytes(length) as usize, 0);
+    stream.read_exact(&mut bytes[4..]).unwrap();
+    let mut decoder = frame::Decoder::default();
+    decoder.feed(&bytes);
+    decoder.next().unwrap().unwrap()
+}
+
+/// Waits until what the other side has sent, and its end, has arrived.
+fn await_end(stream: &TcpStream) {
+    use rustix::event::{poll, PollFd, PollFlags};
+    poll(&mut [PollFd::new(stream, PollFlags::RDHUP)], None).unwrap();
+}
+
+/// Rank 2 sends its reason to rank 1 and ends. Then rank 0 ends, as if the launcher killed it. Rank 1 looks after both.
+#[test]
+fn a_reason_comes_before_the_ends_that_it_causes() {
+    for reason in [Some("the memory was revoked"), None] {
+        let mut all = meshes(3);
+        let (two, one, zero) = (all.pop().unwrap(), all.pop().unwrap(), all.pop().unwrap());
+        if let Some(reason) = reason {
+            let what = format!("rank 2 (node-c) stopped: {reason}");
+            send(two.streams[1].as_ref().unwrap(), &Message::Failed { rank: 2, what });
+        }
+        drop(two);
+        await_end(one.streams[2].as_ref().unwrap());
+        drop(zero);
+        await_end(one.streams[0].as_ref().unwrap());
+        let found = notice(&Group::new(one).unwrap());
+        match reason {
+            Some(reason) => assert_eq!((found.rank, found.what.contains(reason)), (2, true), "{found}"),
+            None => assert_eq!((found.rank, found.what.as_str()), (0, "rank 0 (node-a) ended")),
+        }
+    }
+}
+
+/// Rank 1 has all values, fails because of them, and ends. Rank 2 has sent nothing to rank 0.
+#[test]
+fn a_reason_comes_before_the_end_of_an_exchange() {
+    let mut all = meshes(3);
+    let (mut two, one, zero) = (all.pop().unwrap(), all.pop().unwrap(), all.pop().unwrap());
+    let value = Message::Value {
+        number: 0,
+        bytes: vec![2],
+    };
+    let to_one = blocking(&mut two, 1);
+    send(&to_one, &value);
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| wait_for_failure(&Group::new(zero).unwrap()));
+        scope.spawn(|| {
+            let group = Group::new(one).unwrap();
+            group.exchange(&[1], LIMIT).unwrap();
+            group.abort("the values differ");
+        });
+        // Rank 2 does not watch: the end of its connection stands for its answer.
+        while !matches!(receive(&to_one), Message::Query { .. }) {}
+        drop(to_one);
+        let found = waits.join().unwrap();
+        assert_eq!(found.what, "rank 1 (node-b) stopped: the values differ");
+    });
+}
+
+#[test]
+fn an_abort_waits_for_ranks_that_have_not_read_the_reason() {
+    let mut all = meshes(2);
+    let (one, zero) = (all.pop().unwrap(), all.pop().unwrap());
+    let group = Group::new(zero).unwrap();
+    let start = Instant::now();
+    group.abort("wrong sum");
+    assert!(start.elapsed() >= ABORT);
+    // What rank 1 reads in the end is complete.
+    let found = notice(&Group::new(one).unwrap());
+    assert_eq!(found.what, "rank 0 (node-a) stopped: wrong sum");
+}
+
+/// A rank prints its error before it says that it ends, and ends after the others have said so.
+#[test]
+fn a_failed_rank_prints_before_others_end() {
+    let mut all = meshes(2);
+    let (mut one, zero) = (all.pop().unwrap(), all.pop().unwrap());
+    let stream = blocking(&mut one, 0);
+    let printed = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        let rank = scope.spawn(|| {
+            let start = Instant::now();
+            let failed = |_: &Group| -> Result<()> { anyhow::bail!("wrong sum") };
+            let result = Group::new(zero).unwrap().run(LIMIT, failed, |error| {
+                assert_eq!(error.to_string(), "wrong sum");
+                printed.fetch_add(1, Ordering::SeqCst);
+            });
+            assert!(result.is_none());
+            start.elapsed()
+        });
+        let what = "rank 0 (node-a) stopped: wrong sum".into();
+        assert_eq!(receive(&stream), Message::Failed { rank: 0, what });
+        let Message::Query { number } = receive(&stream) else {
+            panic!("no query")
+        };
+        send(&stream, &Message::Answer { number, calls: 0 });
+        assert_eq!(receive(&stream), Message::Bye);
+        assert_eq!(printed.load(Ordering::SeqCst), 1);
+        // This rank says nothing.
+        assert!(rank.join().unwrap() >= PARTING);
+    });
+}
+
+#[test]
+fn a_part_that_succeeds_leaves_the_group() {
+    let results = each_rank(3, |group| {
+        let own = vec![group.rank() as u8];
+        let part = |group: &Group| group.exchange(&own, LIMIT);
+        group.run(LIMIT, part, |error| panic!("{error:#}"))
+    });
+    assert_eq!(results, vec![Some(vec![vec![0], vec![1], vec![2]]); 3]);
+}
+
+/// A directory that hides the last ranks of the job.
+struct Shortened {
+    inner: LocalDirectory,
+    ranks: usize,
+}
+
+impl Directory for Shortened {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn ranks(&self) -> usize {
+        self.ranks
+    }
+
+    fn exchange(&mut self, own: &[u8], limit: Duration) -> Result<Vec<Vec<u8>>> {
+        let mut values = self.inner.exchange(own, limit)?;
+        values.truncate(self.ranks);
+        Ok(values)
+    }
+}
+
+/// Rank 2 waits for rank 3. Rank 1 sends its reason, and then rank 0 ends, as if the launcher killed it.
+#[test]
+fn a_reason_comes_before_an_end_while_ranks_join() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let record = Record::new("node-x", port, vec![Ipv4Addr::LOCALHOST.into()], None);
+    let mut all = LocalDirectory::job(4);
+    let (three, mut two) = (all.pop().unwrap(), all.pop().unwrap());
+    thread::scope(|scope| {
+        scope.spawn(|| publish(three, &record));
+        let joining = scope.spawn(move || Mesh::connect(&mut two, &options(2, LIMIT)).unwrap_err());
+        let connect = |(rank, inner)| {
+            let mut directory = Shortened { inner, ranks: 3 };
+            scope.spawn(move || Mesh::connect(&mut directory, &options(rank, LIMIT)).unwrap())
+        };
+        let others: Vec<_> = all.into_iter().enumerate().map(connect).collect();
+        let others: Vec<Mesh> = others.into_iter().map(|rank| rank.join().unwrap()).collect();
+        let what = "rank 1 (node-b) stopped: wrong options".to_owned();
+        send(
+            others[1].streams[2].as_ref().unwrap(),
+            &Message::Failed { rank: 1, what },
+        );
+        let mut others = others.into_iter();
+        drop(others.next());
+        let text = joining.join().unwrap().to_string();
+        assert_eq!(text, "rank 1 (node-b) stopped: wrong options");
+    });
+}
+
 #[test]
 fn invalid_messages_are_a_failure_of_their_sender() {
     let encode = |messages: &[Message]| {

@@ -20,7 +20,7 @@ use rustix::event::{eventfd, poll, EventfdFlags, PollFd, PollFlags, Timespec};
 
 use super::failure::{printable, Failure, MAX_FAILURE};
 use super::frame::{Decoder, Message};
-use super::mesh::Mesh;
+use super::mesh::{Mesh, BUFFER};
 
 /// Most bytes that wait for a connection: two values, and answers.
 const MAX_PENDING: usize = 1 << 20;
@@ -28,6 +28,16 @@ const MAX_PENDING: usize = 1 << 20;
 const STALL: Duration = Duration::from_secs(10);
 /// Longest sleep of the thread. Limits the time until a stall is noticed.
 const MAX_SLEEP: Duration = Duration::from_secs(1);
+
+/// Most reads of a connection in its turn: more than its buffer has.
+const MAX_READS: usize = 2 * BUFFER / READ + 1;
+/// Bytes of a read.
+const READ: usize = 16 << 10;
+
+/// The other side closed the connection, or its process has ended.
+const ENDED: &str = "ended";
+/// Nothing arrives from the host of the other side.
+const SILENT: &str = "does not respond: is its host up?";
 
 /// The connections and their thread.
 #[derive(Debug)]
@@ -95,6 +105,11 @@ impl Peer {
     /// Returns whether the connection has accepted all messages.
     pub(crate) fn is_flushed(&self) -> bool {
         self.stream.is_none() || self.pending.is_empty()
+    }
+
+    /// Returns whether the rank takes part in the group, or does not have all messages of this rank.
+    pub(crate) fn is_staying(&self) -> bool {
+        self.is_connected() && !(self.has_left && self.is_flushed())
     }
 
     /// Gives the connection what waits for it. A connection that fails gets nothing more; its end is noticed when reading, after the
@@ -254,42 +269,55 @@ impl Shared {
         Ok(())
     }
 
-    /// Reads what has arrived from a rank.
-    fn read(&self, rank: usize, mut stream: &TcpStream) {
-        let mut bytes = [0; 16 << 10];
+    /// Reads what has arrived from a rank. Returns what happened to the connection if it has ended.
+    fn read(&self, rank: usize, mut stream: &TcpStream) -> Option<&'static str> {
+        let mut bytes = [0; READ];
         // Not without an end, so that the other connections have their turn.
-        for _ in 0..16 {
-            let ended = match stream.read(&mut bytes) {
-                Ok(0) => "ended",
+        for _ in 0..MAX_READS {
+            match stream.read(&mut bytes) {
+                Ok(0) => return Some(ENDED),
                 Ok(count) => {
                     let mut state = self.lock();
                     state.peers[rank].decoder.feed(&bytes[..count]);
                     self.handle(&mut state, rank);
                     self.changed.notify_all();
-                    if state.peers[rank].stream.is_none() {
-                        return;
+                    if !state.peers[rank].is_connected() {
+                        return None;
                     }
-                    continue;
                 }
-                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                Err(error) if is_silence(&error) => "does not respond: is its host up?",
-                Err(_) => "ended",
-            };
-            let mut state = self.lock();
-            let peer = &mut state.peers[rank];
-            peer.stream = None;
-            let ended = if peer.is_silent {
-                "does not respond: is its host up?"
-            } else {
-                ended
-            };
-            if !peer.has_left {
-                self.fail(&mut state, rank, format!("{} {ended}", self.names[rank]));
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return None,
+                Err(error) if is_silence(&error) => return Some(SILENT),
+                Err(_) => return Some(ENDED),
             }
-            self.changed.notify_all();
+        }
+        None
+    }
+
+    /// Reads what has arrived from the ranks, and then handles the connections that have ended.
+    ///
+    /// The end of a rank can be the consequence of another rank's failure: a launcher kills all ranks after the first one that fails.
+    /// The reason of the failure has arrived before the end that it caused, on another connection. So all connections are read
+    /// before the end of one becomes a failure.
+    fn read_all(&self, ready: &[(usize, &TcpStream)], all: &[(usize, &TcpStream)]) {
+        let read = |(rank, stream): &(usize, &TcpStream)| self.read(*rank, stream).map(|what| (*rank, what));
+        let mut ended: Vec<_> = ready.iter().filter_map(read).collect();
+        if ended.is_empty() {
             return;
         }
+        let has_ended = |rank: usize| ended.iter().any(|(other, _)| *other == rank);
+        let others: Vec<_> = all.iter().filter(|(rank, _)| !has_ended(*rank)).copied().collect();
+        ended.extend(others.iter().filter_map(read));
+        let mut state = self.lock();
+        for (rank, what) in ended {
+            let peer = &mut state.peers[rank];
+            peer.stream = None;
+            let what = if peer.is_silent { SILENT } else { what };
+            if !peer.has_left {
+                self.fail(&mut state, rank, format!("{} {what}", self.names[rank]));
+            }
+        }
+        self.changed.notify_all();
     }
 
     /// Sends what waits, and ends connections that accept nothing. Returns the connections that are left; `None` at the end.
@@ -352,9 +380,10 @@ impl Shared {
                 // Resets the counter. Does not block.
                 let _ = rustix::io::read(&self.wake, &mut [0; 8]);
             }
-            for ((rank, stream, _), _) in all.iter().zip(ready).filter(|(_, ready)| *ready) {
-                self.read(*rank, stream);
-            }
+            let all: Vec<(usize, &TcpStream)> = all.iter().map(|(rank, stream, _)| (*rank, &**stream)).collect();
+            let ready = all.iter().zip(ready).filter(|(_, ready)| *ready);
+            let ready: Vec<_> = ready.map(|(connection, _)| *connection).collect();
+            self.read_all(&ready, &all);
         }
     }
 }
