@@ -6,7 +6,9 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Instant;
 
-use p2pmem_ib::{Counters as TransportCounters, Delivery, Engine, LinkCounters, Modify, Port, PortAttributes, State};
+use p2pmem_ib::{
+    Counters as TransportCounters, Delivery, Engine, Gid, LinkCounters, Modify, Port, PortAttributes, State,
+};
 use p2pmem_vfio_user::{Bus, Dma};
 use tracing::{debug, warn};
 
@@ -243,12 +245,15 @@ impl Hca {
         counters: Arc<Counters>,
         port: Port,
     ) -> Self {
-        let attributes = PortAttributes {
+        let mut attributes = PortAttributes {
             lid: port.lid(),
             lmc: 0,
             gids: vec![port.gid()],
             pkeys: vec![DEFAULT_PKEY],
         };
+        // The other entries of the tables are invalid.
+        attributes.gids.resize(limit::GIDS, Gid::default());
+        attributes.pkeys.resize(limit::PKEYS, 0);
         let dma = bus.dma.pinned();
         let counted_dma = [bus.dma.tallied(), bus.dma.tallied()];
         let [payload, datagrams] = [counted_dma[0].pinned(), counted_dma[1].pinned()];

@@ -190,6 +190,34 @@ fn objects_in_use_cannot_be_destroyed() {
     );
 }
 
+#[test]
+fn path_attributes_out_of_range_are_refused() {
+    let mut driver = adapter();
+    let events = driver.event_queue(1, &[]);
+    let cq = driver.completion_queue(events.number, LOG_ENTRIES, |_| {});
+    let qp = driver.queue_pair(RC, &cq, |_| {});
+    let mut begin = |pkey_index: u32| {
+        driver.modify(op::RST2INIT_QP, &qp, 0, |context| {
+            ifc::ads::PKEY_INDEX.set(ifc::qpc::PRIMARY_ADDRESS_PATH.of_mut(context), pkey_index);
+        })
+    };
+    // The P_Key table has 128 entries, the GID table 8, and the codes of the MTU are 1 to 5.
+    assert_eq!(begin(128), Err(Refused::Status(BAD_PARAMETER)));
+    assert_eq!(begin(127), Ok(()));
+    let mut connect = |mtu: u32, gid_index: u32| {
+        driver.modify(op::INIT2RTR_QP, &qp, 0, |context| {
+            ifc::qpc::MTU.set(context, mtu);
+            let path = ifc::qpc::PRIMARY_ADDRESS_PATH.of_mut(context);
+            ifc::ads::GRH.set(path, 1_u32);
+            ifc::ads::SRC_ADDR_INDEX.set(path, gid_index);
+        })
+    };
+    for (mtu, gid_index) in [(0, 0), (6, 0), (7, 0), (5, 8)] {
+        assert_eq!(connect(mtu, gid_index), Err(Refused::Status(BAD_PARAMETER)));
+    }
+    assert_eq!(connect(5, 7), Ok(()));
+}
+
 /// Creates an EQ, a CQ, and an RC QP that is connected to itself.
 fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
     let events = driver.event_queue(1, &[]);

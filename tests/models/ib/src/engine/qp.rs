@@ -193,8 +193,8 @@ impl Qp {
         }
     }
 
-    /// Checks the state transition and the ranges of all attributes.
-    fn check(&self, change: &Modify) -> Result<(), ModifyError> {
+    /// Checks the state transition and the ranges of all attributes. The port's tables limit the indexes.
+    fn check(&self, change: &Modify, port: &PortAttributes) -> Result<(), ModifyError> {
         use State::*;
         if let Some(to) = change.state {
             let allowed = matches!(
@@ -219,11 +219,20 @@ impl Qp {
                 return Result::Err(ModifyError::Range(name));
             }
         }
+        let sgid_index = change.path.and_then(|path| path.grh).map(|grh| grh.sgid_index);
+        for (name, index, entries) in [
+            ("P_Key index", change.pkey_index, port.pkeys.len()),
+            ("source GID index", sgid_index, port.gids.len()),
+        ] {
+            if index.is_some_and(|index| usize::from(index) >= entries) {
+                return Result::Err(ModifyError::Range(name));
+            }
+        }
         Ok(())
     }
 
     pub(super) fn modify(&mut self, cx: &mut Context<'_>, change: &Modify) -> Result<(), ModifyError> {
-        self.check(change)?;
+        self.check(change, &cx.shared.port)?;
         if change.state == Some(State::Reset) {
             self.reset(cx);
             return Ok(());

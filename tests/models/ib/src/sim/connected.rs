@@ -4,7 +4,7 @@
 
 use super::links::counters;
 use super::*;
-use crate::work::Fence;
+use crate::work::{Fence, Grh};
 
 #[test]
 fn writes_of_every_length_arrive_byte_for_byte() {
@@ -436,6 +436,33 @@ fn state_transitions_match_verbs() {
         node.engine.modify(&mut node.host, 2, &change),
         Err(ModifyError::Range("RNR retries"))
     );
+    // The tables of the port have one entry.
+    let pkey = |index| Modify {
+        pkey_index: Some(index),
+        ..Modify::default()
+    };
+    let grh = |sgid_index| Modify {
+        path: Some(Path {
+            dlid: 1,
+            path_bits: 0,
+            sl: 0,
+            grh: Some(Grh {
+                sgid_index,
+                dgid: crate::Gid::default(),
+                flow_label: 0,
+                traffic_class: 0,
+                hop_limit: 1,
+            }),
+        }),
+        ..Modify::default()
+    };
+    for (valid, invalid, name) in [(pkey(0), pkey(1), "P_Key index"), (grh(0), grh(1), "source GID index")] {
+        assert_eq!(node.engine.modify(&mut node.host, 2, &valid), Ok(()));
+        assert_eq!(
+            node.engine.modify(&mut node.host, 2, &invalid),
+            Err(ModifyError::Range(name))
+        );
+    }
     assert_eq!(
         node.engine.modify(&mut node.host, 9, &change),
         Err(ModifyError::NoQueue)

@@ -243,7 +243,8 @@ fn change(opcode: u16, context: &[u8], options: u32) -> Result<Modify, CommandEr
     }
     if connect {
         let code = qpc::MTU.get32(context) as u8;
-        change.mtu = Mtu::from_code(code);
+        let mtu = Mtu::from_code(code);
+        change.mtu = Some(mtu.ok_or_else(|| refuse!(MLX5_CMD_STAT_BAD_PARAM_ERR))?);
         change.receive_psn = Some(qpc::NEXT_RCV_PSN.get32(context));
         change.remote_qpn = Some(qpc::REMOTE_QPN.get32(context));
     }

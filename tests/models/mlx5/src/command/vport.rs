@@ -5,7 +5,6 @@
 use p2pmem_ib::Fabric;
 
 use super::{Outcome, refuse};
-use crate::caps::limit;
 use crate::layout::ifc::*;
 use crate::model::Model;
 
@@ -97,10 +96,7 @@ fn table<T: AsRef<[u8]>>(index: u32, output: &mut [u8], start: usize, entries: &
 }
 
 pub(super) fn query_gid(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
-    let mut gids = vec![[0; 16]; limit::GIDS];
-    for (to, gid) in gids.iter_mut().zip(&model.hca.attributes.gids) {
-        *to = gid.0;
-    }
+    let gids: Vec<[u8; 16]> = model.hca.attributes.gids.iter().map(|gid| gid.0).collect();
     let index = query_hca_vport_gid_in::GID_INDEX.get32(input);
     let number = if index == ALL { gids.len() as u64 } else { 1 };
     query_hca_vport_gid_out::GIDS_NUM.set(output, number);
@@ -108,10 +104,12 @@ pub(super) fn query_gid(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) 
 }
 
 pub(super) fn query_pkey(model: &mut Model<'_>, input: &[u8], output: &mut [u8]) -> Outcome {
-    let mut pkeys = vec![[0; pkey::BYTES]; limit::PKEYS];
-    for (to, value) in pkeys.iter_mut().zip(&model.hca.attributes.pkeys) {
-        pkey::PKEY.set(to, *value);
-    }
+    let entry = |value: &u16| {
+        let mut entry = [0; pkey::BYTES];
+        pkey::PKEY.set(&mut entry, *value);
+        entry
+    };
+    let pkeys: Vec<_> = model.hca.attributes.pkeys.iter().map(entry).collect();
     let index = query_hca_vport_pkey_in::PKEY_INDEX.get32(input);
     table(index, output, query_hca_vport_pkey_out::PKEY.offset(), &pkeys)
 }
