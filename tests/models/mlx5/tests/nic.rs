@@ -218,6 +218,20 @@ fn path_attributes_out_of_range_are_refused() {
     assert_eq!(connect(5, 7), Ok(()));
 }
 
+#[test]
+fn port_offers_no_capability_that_it_lacks() {
+    let mut driver = adapter();
+    let (input, output) = (
+        ifc::query_hca_vport_context_in::BYTES,
+        ifc::query_hca_vport_context_out::BYTES,
+    );
+    let out = driver.run(op::QUERY_HCA_VPORT_CONTEXT, input, output, |_| {}).unwrap();
+    let context = ifc::query_hca_vport_context_out::HCA_VPORT_CONTEXT.of(&out);
+    let offered = ifc::hca_vport_context::CAP_MASK1.get32(context);
+    // Traps, automatic path migration, SL mapping.
+    assert_eq!(offered & ((1 << 3) | (1 << 5) | (1 << 6)), 0, "{offered:#x}");
+}
+
 /// Creates an EQ, a CQ, and an RC QP that is connected to itself.
 fn loopback(driver: &mut Driver) -> (driver::Ring, driver::Ring, driver::Qp) {
     let events = driver.event_queue(1, &[]);

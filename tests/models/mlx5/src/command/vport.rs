@@ -22,8 +22,8 @@ mod physical {
 }
 /// Port capability mask (PortInfo:CapabilityMask).
 pub(crate) mod capability {
-    /// SL mapping, automatic path migration, system image GUID, extended speeds.
-    const FIXED: u32 = (1 << 3) | (1 << 5) | (1 << 11) | (1 << 14);
+    /// System image GUID, extended speeds.
+    const FIXED: u32 = (1 << 11) | (1 << 14);
     /// A communication manager is present. The driver sets this bit.
     pub(crate) const COMMUNICATION_MANAGEMENT: u32 = 1 << 16;
     /// Bits that the driver may set.
