@@ -310,7 +310,13 @@ fn instructions_are_near_those_of_the_cheapest_pair() {
     let write = |value: f64| move |report: &mut Report| report.costs[1].client_instructions_per_byte = value;
     misses(&format!("{name}: 0.0"), write(0.0));
     misses(&format!("{name}: NaN"), write(f64::NAN));
-    misses(&format!("{name}, relative to the cheapest pair: 4.1"), write(4.1));
+    misses(&format!("{name}, relative to the cheapest pair: 10.1"), write(10.1));
+    misses(
+        "instructions from fpga to fpga by staged, relative to the cheapest pair: 2.05",
+        |report| {
+            report.costs.last_mut().unwrap().client_instructions_per_byte = 3.1;
+        },
+    );
     misses("by tcp: none of the server", |report| {
         let tcp = report.costs.iter_mut().find(|cost| cost.mode == "tcp").unwrap();
         tcp.server_instructions_per_byte = None;

@@ -14,7 +14,7 @@ use p2pmem_perf::matrix::Matrix;
 use p2pmem_perf::report::{Report as RunReport, SizeResult};
 use p2pmem_perf::rpc::Rpc;
 use p2pmem_perf::stats::Speed;
-use p2pmem_transfer_suite::aims::{self, ACCELERATOR_SIZES, MODES, ONE_SIDED, ROUNDS, SPLIT};
+use p2pmem_transfer_suite::aims::{self, ACCELERATOR_SIZES, MODES, ONE_SIDED, ROUNDS, SPLIT, TRIES};
 use p2pmem_transfer_suite::bed::{Bed, NODES, link_rate};
 use p2pmem_transfer_suite::decomposition::{Decomposition, median};
 use p2pmem_transfer_suite::report::{
@@ -147,12 +147,26 @@ fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
     }
     let link = median(rates);
     report.link_mib_per_s = link;
+    let mut pairs = Vec::new();
     for mode in MODES {
         for from in MEMORIES {
             for to in MEMORIES {
-                report.matrix.push(cell(bed, [from, to], mode, link)?);
+                let first = measure(bed, [from, to], mode, Some(link))?;
+                pairs.push(([from, to], mode, vec![first]));
             }
         }
+    }
+    // Another program of the emulator's machine disturbs pairs for some seconds now and then, so the other tries are not right after
+    // the first.
+    for _ in 1..TRIES {
+        for (pair, mode, tries) in &mut pairs {
+            if !aims::has_links_rate(&tries[0]) {
+                tries.push(measure(bed, *pair, mode, Some(link))?);
+            }
+        }
+    }
+    for (_, _, tries) in pairs {
+        report.matrix.push(Cell::of_tries(tries)?);
     }
     println!(
         "   The emulator throttles the links to {:.0} MiB/s, a small part of what its NICs can do. A ratio near 1 shows that nothing but \
@@ -162,7 +176,7 @@ fn matrix(bed: &mut Bed, report: &mut Report) -> Result<()> {
     print(
         &format!(
             "Ratio to the link's {link:.1} MiB/s / host bytes / bytes of NICs across a root complex / bytes copied by processors, for a \
-             byte; rows: the client's memory; x{ROUNDS}: the median of {ROUNDS} tries"
+             byte; rows: the client's memory; x{TRIES}: the median of {TRIES} tries"
         ),
         tables::matrices(&report.matrix),
     );
@@ -200,18 +214,6 @@ fn mode_options(mode: &str) -> String {
 /// Returns the result of a run of messages of one size.
 fn only(report: &RunReport) -> Result<&SizeResult> {
     report.results.first().context("no result")
-}
-
-/// Measures a pair by a mode. Another program of the emulator's machine disturbs a measurement now and then, so a pair whose RDMA does not
-/// have the link's rate is measured two more times, and the median counts.
-fn cell(bed: &mut Bed, pair: [&str; 2], mode: &str, link: f64) -> Result<Cell> {
-    let mut tries = vec![measure(bed, pair, mode, Some(link))?];
-    if !aims::has_links_rate(&tries[0]) {
-        for _ in 1..ROUNDS {
-            tries.push(measure(bed, pair, mode, Some(link))?);
-        }
-    }
-    Cell::of_tries(tries)
 }
 
 /// Measures a pair by a mode once, relative to the link's rate, while the NICs count.
