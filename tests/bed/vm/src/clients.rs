@@ -71,9 +71,6 @@ pub struct Client {
     pub limit: Duration,
     /// Whether the next client needs fresh guests.
     pub ruins: bool,
-    /// A pattern of the output of a client that lost a race against its own server. Such a failure says nothing about
-    /// p2pmem.
-    pub race: Option<String>,
     /// The reason why the client does not run.
     pub skip: Option<String>,
     /// The reason why the client runs only in a long run.
@@ -171,7 +168,6 @@ struct ClientText {
     limit: u64,
     #[serde(default)]
     ruins: bool,
-    race: Option<String>,
     long_only: Option<String>,
     debug_long_only: Option<String>,
 }
@@ -273,9 +269,6 @@ impl Client {
         for pattern in &text.says {
             Regex::new(pattern).with_context(|| format!("says {pattern:?}"))?;
         }
-        if let Some(pattern) = &text.race {
-            Regex::new(pattern).with_context(|| format!("race {pattern:?}"))?;
-        }
         ensure!(text.exit == 0 || text.why.is_some(), "one that is to fail needs a why");
         let expected = Expected {
             exit: text.exit,
@@ -295,7 +288,6 @@ impl Client {
             expected,
             limit: Duration::from_secs(text.limit),
             ruins: text.ruins,
-            race: text.race,
             skip: text.skip,
             long_only: text.long_only,
             debug_long_only: text.debug_long_only,
@@ -339,15 +331,6 @@ impl Client {
     /// Returns whether the server must end by itself.
     pub fn server_ends(&self) -> bool {
         self.expected.server_ends
-    }
-
-    /// Returns whether the client failed because it lost a race against its own server.
-    pub fn has_lost_race(&self, client: Option<&Outcome>) -> bool {
-        let lost = |pattern: &String| Regex::new(pattern).ok();
-        let Some((pattern, client)) = self.race.as_ref().and_then(lost).zip(client) else {
-            return false;
-        };
-        client.status != (Status::Exited { code: 0 }) && pattern.is_match(&output(client))
     }
 
     /// Returns the report of a client that does not run for a reason: see [`Client::skipped`].
@@ -547,7 +530,6 @@ mod tests {
         client = "ib_{verb}_{kind} $P2PMEM_ADDR_B"
         says = ["^x"]
         evidence = ["b.nic0.payload.host_written + b.nic0.payload.host_read <= 64K"]
-        race = "REJECTED"
         [[client]]
         name = "rping"
         listen = "rdma:7174"
@@ -643,7 +625,6 @@ mod tests {
             ("\"rdma:7174\"", "\"cm:7174\"", "listen is"),
             ("why = \"it cannot\"", "", "needs a why"),
             ("\"^x\"", "\"(\"", "says \"(\""),
-            ("\"REJECTED\"", "\")\"", "race \")\""),
             ("<= 64K", "~ 64K", "write it like"),
             ("<= 64K", "<= many", "write it like"),
             ("b.nic0.payload.host_written + ", "host_written + ", "write it like"),
@@ -665,15 +646,6 @@ mod tests {
             let error = format!("{:#}", Table::parse("t", &text).expect_err("accepted"));
             assert!(error.contains(expected), "{expected:?} not in {error:?}");
         }
-    }
-
-    #[test]
-    fn lost_race_differs_from_other_failures() {
-        let table = Table::parse("t", TABLE).unwrap();
-        let lost = |client: usize, code, text| table.clients[client].has_lost_race(Some(&outcome(code, text)));
-        assert!(lost(0, 1, "event REJECTED"));
-        assert!(!lost(0, 1, "event DISCONNECTED") && !lost(0, 0, "event REJECTED") && !lost(4, 1, "event REJECTED"));
-        assert!(!table.clients[0].has_lost_race(None));
     }
 
     #[test]

@@ -19,7 +19,7 @@ use p2pmem_vm::pyverbs;
 use p2pmem_vm::vm::{Command, Outcome};
 use serde_json::{Value, json};
 
-use crate::bed::{Attempt, Bed, DEBUG, LostRace, STOCK};
+use crate::bed::{Attempt, Bed, DEBUG, STOCK};
 use crate::{describe_outcome, failure, is_late, peer, report, write_report};
 
 /// The time limit of a table's preparation.
@@ -188,9 +188,6 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: At
             }
         }
         text.push_str(&format!("--- counted: {counted}\n"));
-        if client.has_lost_race(outcome.as_ref()) {
-            return Err(LostRace(text).into());
-        }
         return Err(failure(&ran, text));
     }
     dropped
