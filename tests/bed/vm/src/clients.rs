@@ -7,14 +7,14 @@
 //! describes the format.
 
 use std::collections::BTreeMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fmt, fs};
 
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_guest::wire::Listen;
 use regex::Regex;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Serialize, Serializer};
 use serde_json::Value;
 
 use crate::command::{Command, Outcome, Status};
@@ -112,7 +112,7 @@ enum Operator {
     More,
 }
 
-/// A line of the report.
+/// A row of the report: a client on a kernel.
 #[derive(Debug, Clone, Serialize)]
 pub struct Report {
     /// The kernel: `stock` or `debug`.
@@ -125,16 +125,65 @@ pub struct Report {
     pub command: String,
     /// The expected result.
     pub expected: String,
+    /// The results, or the reason why there are none.
+    #[serde(flatten)]
+    pub results: Results,
+}
+
+/// The results of a client.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Results {
+    /// Of all attempts, in their order: a client that exceeds a time limit runs again.
+    Attempts(Vec<Attempt>),
+    /// The client did not run.
+    NotRun(NotRun),
+}
+
+/// The result of one attempt.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Attempt {
+    /// Whether the result is the expected one.
+    pub ok: bool,
     /// The result.
     pub got: String,
-    /// Whether the result is the expected one; `None` if the client was skipped.
-    pub ok: Option<bool>,
     /// The duration in seconds.
     pub seconds: f64,
     /// The conditions on counters, each with the counted value.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub evidence: Vec<String>,
 }
+
+/// The reason why a client did not run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NotRun {
+    /// The run's filter excludes the client.
+    NotSelected,
+    /// The time for tests was over.
+    NotStarted,
+    /// The client does not run on this kernel or in this kind of run.
+    Skipped(String),
+}
+
+impl fmt::Display for NotRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            NotRun::NotSelected => f.write_str("not_selected"),
+            NotRun::NotStarted => f.write_str("not_started"),
+            NotRun::Skipped(reason) => write!(f, "skipped: {reason}"),
+        }
+    }
+}
+
+impl Serialize for NotRun {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+/// The rows of all clients of all kernels.
+#[derive(Debug, Default)]
+pub struct Reports(Vec<Report>);
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -333,28 +382,27 @@ impl Client {
         self.expected.server_ends
     }
 
-    /// Returns the report of a client that does not run for a reason: see [`Client::skipped`].
-    pub fn report_skipped(&self, reason: &str) -> Report {
+    /// Returns the row of the client with these results, without the names of kernel and table.
+    pub fn report(&self, results: Results) -> Report {
         Report {
-            expected: format!("skip: {reason}"),
-            got: "skipped".into(),
-            ok: None,
-            ..self.report(None, None, &Value::Null)
-        }
-    }
-
-    /// Returns the report of a client that could not run because of an error of the guests or of the harness.
-    pub fn not_run(&self, error: &str) -> Report {
-        Report {
-            got: format!("not run: {error}"),
-            ok: Some(false),
-            ..self.report(None, None, &Value::Null)
+            kernel: String::new(),
+            table: String::new(),
+            client: self.name.clone(),
+            command: match &self.server {
+                Some((server, _)) => format!("{SERVER}: {server}\n{CLIENT}: {}", self.client),
+                None => self.client.clone(),
+            },
+            expected: match &self.expected.why {
+                Some(why) => format!("exit {}: {why}", self.expected.exit),
+                None => "pass".into(),
+            },
+            results,
         }
     }
 
     /// Compares the outcomes with the expected result. `counted` has the counts of all devices during the run: see
     /// [`crate::cluster::Cluster::snapshot`].
-    pub fn report(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Report {
+    pub fn judge(&self, server: Option<&Outcome>, client: Option<&Outcome>, counted: &Value) -> Attempt {
         let mut wrong = Vec::new();
         let mut evidence = Vec::new();
         let mut got = client.map_or_else(|| "the server did not listen".to_owned(), end);
@@ -396,24 +444,71 @@ impl Client {
             got.push_str("; ");
             got.push_str(wrong);
         }
-        let command = match &self.server {
-            Some((server, _)) => format!("{SERVER}: {server}\n{CLIENT}: {}", self.client),
-            None => self.client.clone(),
-        };
-        Report {
-            kernel: String::new(),
-            table: String::new(),
-            client: self.name.clone(),
-            command,
-            expected: match &expected.why {
-                Some(why) => format!("exit {}: {why}", expected.exit),
-                None => "pass".into(),
-            },
+        Attempt {
+            ok: wrong.is_empty(),
             got,
-            ok: Some(wrong.is_empty()),
             seconds: client.map_or(0.0, |client| client.seconds),
             evidence,
         }
+    }
+}
+
+impl Report {
+    /// Returns the fields that identify the row. One client of pyverbs has a row for each test.
+    fn identity(&self) -> [&str; 4] {
+        [&self.kernel, &self.table, &self.client, &self.command]
+    }
+}
+
+impl Attempt {
+    /// Returns the result of an attempt that failed because of an error of the guests or of the harness.
+    pub fn prevented(error: &str) -> Attempt {
+        Attempt {
+            ok: false,
+            got: format!("not run: {error}"),
+            seconds: 0.0,
+            evidence: Vec::new(),
+        }
+    }
+}
+
+impl Reports {
+    /// Adds a row. If there is a row of this client, the new attempts follow the earlier ones. A reason why the client
+    /// did not run replaces an earlier reason, and no attempts.
+    pub fn add(&mut self, report: Report) {
+        let Some(row) = self.0.iter_mut().find(|row| row.identity() == report.identity()) else {
+            self.0.push(report);
+            return;
+        };
+        match (&mut row.results, report.results) {
+            (Results::Attempts(attempts), Results::Attempts(new)) => attempts.extend(new),
+            (Results::Attempts(_), Results::NotRun(_)) => {}
+            (results, new) => *results = new,
+        }
+    }
+
+    /// Sets the reason why a client of a table did not run on a kernel, unless the client has attempts.
+    ///
+    /// # Errors
+    ///
+    /// The client has no row.
+    pub fn not_run(&mut self, kernel: &str, table: &str, client: &str, reason: &NotRun) -> Result<()> {
+        let rows = self.0.iter_mut();
+        let rows = rows.filter(|row| row.kernel == kernel && row.table == table && row.client == client);
+        let mut count = 0;
+        for row in rows {
+            count += 1;
+            if let Results::NotRun(earlier) = &mut row.results {
+                *earlier = reason.clone();
+            }
+        }
+        ensure!(count > 0, "no client {client:?} of {table:?} on the {kernel} kernel");
+        Ok(())
+    }
+
+    /// Returns all rows.
+    pub fn rows(&self) -> &[Report] {
+        &self.0
     }
 }
 
@@ -649,16 +744,13 @@ mod tests {
     }
 
     #[test]
-    fn reports_reflect_the_outcome() {
+    fn attempts_reflect_the_outcome() {
         let table = Table::parse("t", TABLE).unwrap();
         let counted =
             |bytes: u64| json!({"b": {"nic0": {"counters": {"payload": {"host_written": bytes, "host_read": 1}}}}});
         let bw = &table.clients[0];
-        let good = bw.report(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
-        assert!(
-            good.ok == Some(true) && good.expected == "pass" && good.got == "pass",
-            "{good:?}"
-        );
+        let good = bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &counted(100));
+        assert!(good.ok && good.got == "pass", "{good:?}");
         assert!(good.evidence[0].ends_with("64K: 101"), "{good:?}");
         for (server, client, bytes) in [
             (outcome(1, "server says"), outcome(0, "x"), 1),
@@ -666,10 +758,9 @@ mod tests {
             (outcome(0, ""), outcome(0, "y"), 1),
             (outcome(0, ""), outcome(0, "x"), 1 << 16),
         ] {
-            let bad = bw.report(Some(&server), Some(&client), &counted(bytes));
-            assert!(bad.ok == Some(false) && bad.got != "pass", "{bad:?}");
+            let bad = bw.judge(Some(&server), Some(&client), &counted(bytes));
+            assert!(!bad.ok && bad.got != "pass", "{bad:?}");
         }
-        let failed = Some(false);
         // A condition has no value if the target of some of the device's payload is unknown, for a NIC and for a drive.
         let condition = |text: &str, device: Value| Condition::parse(text).unwrap().value(&json!({"b": {"x": device}}));
         let nic = |astray: u64| json!({"counters": {"payload": {"host_read": 0, "message_read": 0, "message_written": astray}}});
@@ -682,24 +773,16 @@ mod tests {
             let error = condition(text, device(8)).unwrap_err().to_string();
             assert!(error.contains("8 bytes moved from or to unknown addresses"), "{error}");
         }
-        assert_eq!(
-            bw.report(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok,
-            failed
-        );
-        assert_eq!(bw.report(Some(&outcome(0, "")), None, &counted(1)).ok, failed);
+        assert!(!bw.judge(Some(&outcome(0, "")), Some(&outcome(0, "x")), &json!({})).ok);
+        assert!(!bw.judge(Some(&outcome(0, "")), None, &counted(1)).ok);
         let mut said = outcome(0, "x");
         said.findings.push("BUG".into());
-        assert_eq!(bw.report(Some(&outcome(0, "")), Some(&said), &counted(1)).ok, failed);
+        assert!(!bw.judge(Some(&outcome(0, "")), Some(&said), &counted(1)).ok);
 
         let rping = &table.clients[4];
-        let failed = rping.report(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
-        assert!(
-            failed.ok == Some(true) && failed.expected == "exit 3: it cannot" && failed.got == "exit 3",
-            "{failed:?}"
-        );
-        assert_eq!(rping.report(None, Some(&outcome(0, "")), &json!({})).ok, Some(false));
-        let lost = rping.not_run("the guests did not boot");
-        assert!(lost.ok == Some(false) && lost.got == "not run: the guests did not boot");
+        let failed = rping.judge(Some(&outcome(1, "")), Some(&outcome(3, "no")), &json!({}));
+        assert!(failed.ok && failed.got == "exit 3", "{failed:?}");
+        assert!(!rping.judge(None, Some(&outcome(0, "")), &json!({})).ok);
     }
 
     #[test]
@@ -712,16 +795,62 @@ mod tests {
             assert_eq!(skipped(6, long, debug).is_some(), !long);
             assert_eq!(skipped(7, long, debug).is_some(), !long && debug);
         }
-        for (index, expected) in [
-            (5, "skip: no such hardware"),
-            (6, "skip: only in a long run: it is slow"),
+    }
+
+    /// A row of the client `index` of [`TABLE`] on the stock kernel.
+    fn row(index: usize, results: Results) -> Report {
+        Report {
+            kernel: "stock".into(),
+            table: "t".into(),
+            ..Table::parse("t", TABLE).unwrap().clients[index].report(results)
+        }
+    }
+
+    #[test]
+    fn reports_have_all_clients_with_all_attempts() {
+        let skipped = NotRun::Skipped("no such hardware".into());
+        let mut reports = Reports::default();
+        for index in 0..8 {
+            reports.add(row(index, Results::NotRun(NotRun::NotSelected)));
+        }
+        reports.not_run("stock", "t", "other", &skipped).unwrap();
+        let bad = Attempt::prevented("the guests did not boot");
+        let good = Attempt {
+            ok: true,
+            got: "pass".into(),
+            seconds: 1.0,
+            evidence: vec!["x: 1".into()],
+        };
+        for attempt in [&bad, &good] {
+            reports.add(row(4, Results::Attempts(vec![attempt.clone()])));
+        }
+        // A client with attempts has run.
+        reports.not_run("stock", "t", "rping", &NotRun::NotStarted).unwrap();
+        reports.not_run("stock", "t", "slow", &NotRun::NotStarted).unwrap();
+        assert!(reports.not_run("debug", "t", "slow", &NotRun::NotStarted).is_err());
+
+        let rows = serde_json::to_value(reports.rows()).unwrap();
+        let rows = rows.as_array().unwrap();
+        assert_eq!(rows.len(), 8);
+        let of = |client: &str| rows.iter().find(|row| row["client"] == client).unwrap();
+        assert_eq!(
+            of("rping"),
+            &json!({
+                "kernel": "stock", "table": "t", "client": "rping", "command": "b: rping -s\na: rping -c",
+                "expected": "exit 3: it cannot",
+                "attempts": [
+                    { "ok": false, "got": "not run: the guests did not boot", "seconds": 0.0 },
+                    { "ok": true, "got": "pass", "seconds": 1.0, "evidence": ["x: 1"] },
+                ],
+            })
+        );
+        for (client, reason) in [
+            ("ib_write_bw", "not_selected"),
+            ("other", "skipped: no such hardware"),
+            ("slow", "not_started"),
         ] {
-            let client = &table.clients[index];
-            let report = client.report_skipped(&client.skipped(false, false).unwrap());
-            assert!(
-                report.ok.is_none() && report.got == "skipped" && report.expected == expected,
-                "{report:?}"
-            );
+            let row = of(client);
+            assert!(row["not_run"] == reason && row.get("attempts").is_none(), "{row}");
         }
     }
 

@@ -9,7 +9,10 @@ use std::path::Path;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
-use crate::clients::Report;
+use crate::clients::{self, Attempt, NotRun, Report};
+
+/// The name of the table and of the client of all rows.
+pub const NAME: &str = "pyverbs";
 
 /// The result of a test that is missing in a list.
 const NONE: &str = "none";
@@ -99,6 +102,15 @@ impl Results {
         tests.map(|(test, result)| (test.trim_start_matches('.').to_owned(), result))
     }
 
+    /// Returns a row for each test of a list of expected results, if none of them was selected.
+    pub fn not_selected(&self) -> Vec<Report> {
+        let not_selected = clients::Results::NotRun(NotRun::NotSelected);
+        let tests = self.all();
+        tests
+            .map(|(test, expected)| row(test, expected.to_owned(), not_selected.clone()))
+            .collect()
+    }
+
     /// Compares a run with the expected results. Returns a line for each test of either.
     pub fn compare(&self, run: &Results) -> Vec<Report> {
         let expected: BTreeMap<String, &str> = self.all().collect();
@@ -109,24 +121,30 @@ impl Results {
         let reports = tests.into_iter().map(|test| {
             let of = |results: &BTreeMap<String, &str>| results.get(test).copied().unwrap_or(NONE).to_owned();
             let (expected, got) = (of(&expected), of(&got));
-            Report {
-                kernel: String::new(),
-                table: String::new(),
-                client: "pyverbs".into(),
-                command: test.clone(),
-                // The reason of a failure may contain addresses, so only its beginning is compared.
-                ok: if expected == got && got.starts_with("skip: ") {
-                    None
-                } else {
-                    Some(expected == got || (expected.starts_with("fail: ") && got.starts_with(&expected)))
-                },
-                expected,
-                got,
-                seconds: run.seconds.get(test).copied().unwrap_or(0.0),
-                evidence: Vec::new(),
-            }
+            let results = match got.strip_prefix("skip: ").filter(|_| expected == got) {
+                Some(reason) => clients::Results::NotRun(NotRun::Skipped(reason.to_owned())),
+                None => clients::Results::Attempts(vec![Attempt {
+                    // The reason of a failure may contain addresses, so only its beginning is compared.
+                    ok: expected == got || (expected.starts_with("fail: ") && got.starts_with(&expected)),
+                    got,
+                    seconds: run.seconds.get(test).copied().unwrap_or(0.0),
+                    evidence: Vec::new(),
+                }]),
+            };
+            row(test.clone(), expected, results)
         });
         reports.collect()
+    }
+}
+
+fn row(test: String, expected: String, results: clients::Results) -> Report {
+    Report {
+        kernel: String::new(),
+        table: NAME.into(),
+        client: NAME.into(),
+        command: test,
+        expected,
+        results,
     }
 }
 
@@ -156,13 +174,27 @@ mod tests {
         let reports = expected.compare(&run);
         let ok = |test: &str| {
             let report = reports.iter().find(|report| report.command.ends_with(test)).unwrap();
-            (report.ok, report.expected.clone(), report.got.clone())
+            (report.expected.as_str(), &report.results)
         };
+        let attempt = |ok, got: &str, seconds| {
+            clients::Results::Attempts(vec![Attempt {
+                ok,
+                got: got.into(),
+                seconds,
+                evidence: Vec::new(),
+            }])
+        };
+        let skipped = clients::Results::NotRun(NotRun::Skipped("no RoCE".into()));
         assert_eq!(reports.len(), 5);
-        assert_eq!(ok("create"), (Some(true), "pass".into(), "pass".into()));
-        assert!(ok("roce").0.is_none() && ok("bad").0 == Some(true));
-        assert_eq!(ok("gone"), (Some(false), "pass".into(), "none".into()));
-        assert_eq!(ok("Test.test"), (Some(false), "none".into(), "crash: SIGSEGV".into()));
+        assert_eq!(ok("create"), ("pass", &attempt(true, "pass", 0.5)));
+        assert_eq!(ok("roce"), ("skip: no RoCE", &skipped));
+        assert_eq!(ok("bad").1, &attempt(true, "fail: PyverbsError: no 0x1234", 0.0));
+        assert_eq!(ok("gone"), ("pass", &attempt(false, "none", 0.0)));
+        assert_eq!(ok("Test.test"), ("none", &attempt(false, "crash: SIGSEGV", 0.0)));
+        let rows = expected.not_selected();
+        assert_eq!(rows.len(), 4);
+        let not_selected = clients::Results::NotRun(NotRun::NotSelected);
+        assert!(rows.iter().all(|row| row.results == not_selected));
     }
 
     #[test]
@@ -173,7 +205,12 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         run.store(file.path()).unwrap();
         let expected = Results::load(file.path()).unwrap();
-        assert!(expected.compare(&run).iter().all(|report| report.ok != Some(false)));
+        for report in expected.compare(&run) {
+            match report.results {
+                clients::Results::Attempts(attempts) => assert!(attempts.iter().all(|attempt| attempt.ok)),
+                clients::Results::NotRun(_) => assert!(report.command.ends_with("test_roce")),
+            }
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use libtest_mimic::Trial;
 use p2pmem_cases::Kernels;
 use p2pmem_guest::limits::is_long;
-use p2pmem_vm::clients::{self, CLIENT, Client, Report, SERVER, Table, tables};
+use p2pmem_vm::clients::{self, CLIENT, Client, NotRun, Report, Results, SERVER, Table, tables};
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::pyverbs;
@@ -38,10 +38,11 @@ const HUGE_PAGES: u32 = 16;
 static PROGRAMS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
 static WHEELS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
 
-/// The results of the clients that ran.
-pub type Reports = Arc<Mutex<Vec<Report>>>;
+/// The rows of all clients, with the results of those that ran.
+pub type Reports = Arc<Mutex<clients::Reports>>;
 
-/// Makes a trial for each client of all tables that runs on the kernel.
+/// Makes a trial for each client of all tables that runs on the kernel. Adds a row for each client of all tables, as one that is not
+/// selected until it runs.
 pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     let mut trials = Vec::new();
     for path in table_files()? {
@@ -54,9 +55,19 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 clients::Kernels::Debug(why) => Kernels::Debug(why),
             };
             let client = &table.clients[index];
-            if let Some(reason) = client.skipped(is_long(), bed.name == DEBUG) {
-                // It shows as ignored, and is in the report if other clients of the kernel are.
-                add(bed, reports, &table.name, client.report_skipped(&reason))?;
+            let row = client.report(Results::NotRun(NotRun::NotSelected));
+            add(bed, reports, &table.name, row)?;
+            let other_kernel = match kernels {
+                Kernels::Stock(why) if bed.name != STOCK => Some(why.to_owned()),
+                Kernels::Debug(why) if bed.name != DEBUG => Some(why.to_owned()),
+                _ => None,
+            };
+            let skipped = client.skipped(is_long(), bed.name == DEBUG);
+            if let Some(reason) = other_kernel.or_else(|| skipped.clone()) {
+                not_run(reports, bed, &table.name, &client.name, &NotRun::Skipped(reason))?;
+            }
+            if let Some(reason) = skipped {
+                // It shows as ignored.
                 let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
                 continue;
@@ -64,29 +75,60 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
             let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
             trials.push(bed.trial(&name, &table.topology, kernels, move |attempt| {
                 let client = &shared.clients[index];
-                let ran = run(&own, &reports, &shared, client, attempt);
-                if let Err(e) = &ran {
-                    let error = format!("{e:#}");
-                    let first = error.lines().next().unwrap_or_default();
-                    // Only clients without a result.
-                    add_missing(&own, &reports, &shared.name, client.not_run(first))?;
-                }
-                ran
+                let (result, ended) = match run(&own, &shared, client, attempt) {
+                    Ok(ran) => ran,
+                    Err(e) => {
+                        let error = format!("{e:#}");
+                        let first = error.lines().next().unwrap_or_default();
+                        (clients::Attempt::prevented(first), Err(e))
+                    }
+                };
+                add(
+                    &own,
+                    &reports,
+                    &shared.name,
+                    client.report(Results::Attempts(vec![result])),
+                )?;
+                ended
             }));
         }
     }
+    trials.push(pyverbs_trial(bed, reports)?);
+    Ok(trials)
+}
+
+/// Makes the trial of pyverbs' own tests. Adds a row for each of these tests.
+fn pyverbs_trial(bed: &Bed, reports: &Reports) -> Result<Trial> {
+    const WHY: &str = "these programs test the NIC model, and do not use the module";
+    for row in pyverbs_expected()?.not_selected() {
+        add(bed, reports, pyverbs::NAME, row)?;
+    }
+    let skipped = match (bed.name, is_long()) {
+        (STOCK, true) => None,
+        (STOCK, false) => Some("only in a long run"),
+        _ => Some(WHY),
+    };
+    if let Some(reason) = skipped {
+        let reason = NotRun::Skipped(reason.to_owned());
+        not_run(reports, bed, pyverbs::NAME, pyverbs::NAME, &reason)?;
+    }
     let (own, reports) = (bed.clone(), reports.clone());
-    let kernels = Kernels::Stock("these programs test the NIC model, and do not use the module");
-    let trial = bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, kernels, move |attempt| {
-        pyverbs(&own, &reports, attempt)
-    });
+    let trial = bed.trial(
+        "clients::pyverbs",
+        PYVERBS_TOPOLOGY,
+        Kernels::Stock(WHY),
+        move |attempt| pyverbs(&own, &reports, attempt),
+    );
     // These are hundreds of tests, which take minutes.
-    trials.push(if is_long() {
+    Ok(if is_long() {
         trial
     } else {
         trial.with_kind("skipped: only in a long run").with_ignored_flag(true)
-    });
-    Ok(trials)
+    })
+}
+
+fn pyverbs_expected() -> Result<pyverbs::Results> {
+    pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))
 }
 
 /// Returns the table files, ordered by name.
@@ -102,39 +144,33 @@ fn table_files() -> Result<Vec<PathBuf>> {
     Ok(tables)
 }
 
-/// Returns the fields that identify a client's run.
-fn identity(report: &Report) -> [&str; 4] {
-    [&report.kernel, &report.table, &report.client, &report.command]
-}
-
-fn named(bed: &Bed, table: &str, report: Report) -> Report {
-    Report {
-        kernel: bed.name.to_owned(),
-        table: table.to_owned(),
-        ..report
-    }
-}
-
-/// Adds the report of a client that has none.
-fn add_missing(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
-    let report = named(bed, table, report);
+/// Records why a client of a table did not run on the kernel of `bed`, unless it ran. The table and the client of pyverbs' own
+/// tests are [`pyverbs::NAME`].
+///
+/// # Errors
+///
+/// There is no such client.
+pub fn not_run(reports: &Reports, bed: &Bed, table: &str, client: &str, reason: &NotRun) -> Result<()> {
     let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    if !reports.iter().any(|known| identity(known) == identity(&report)) {
-        reports.push(report);
-    }
-    Ok(())
+    reports.not_run(bed.name, table, client, reason)
 }
 
 fn add(bed: &Bed, reports: &Reports, table: &str, report: Report) -> Result<()> {
-    let report = named(bed, table, report);
-    let mut reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    // If a client runs again, its last report counts.
-    reports.retain(|earlier| identity(earlier) != identity(&report));
-    reports.push(report);
+    reports.lock().map_err(|_| anyhow!("poisoned"))?.add(Report {
+        kernel: bed.name.to_owned(),
+        table: table.to_owned(),
+        ..report
+    });
     Ok(())
 }
 
-fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: Attempt) -> Result<()> {
+/// Runs a client. Returns its result for the report, and the error of the test if the result is not the expected one or the
+/// guests have findings.
+///
+/// # Errors
+///
+/// The client could not run.
+fn run(bed: &Bed, table: &Table, client: &Client, attempt: Attempt) -> Result<(clients::Attempt, Result<()>)> {
     let mut guests = bed.guests(&table.topology, attempt)?;
     let env = environment(bed, client)?;
     if let Some(script) = table
@@ -168,8 +204,7 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: At
     } else {
         Value::Null
     };
-    let report = client.report(server.as_ref(), outcome.as_ref(), &counted);
-    add(bed, reports, &table.name, report.clone())?;
+    let result = client.judge(server.as_ref(), outcome.as_ref(), &counted);
     // Guests can be used after a client that failed if their kernels have no findings and no time limit was exceeded.
     let ran: Vec<_> = [&server, &outcome].into_iter().flatten().collect();
     let sound = alive && ran.iter().all(|ran| ran.findings.is_empty() && !is_late(ran));
@@ -177,25 +212,24 @@ fn run(bed: &Bed, reports: &Reports, table: &Table, client: &Client, attempt: At
         true => bed.give_back(guests, client.ruins, &client.name),
         false => Ok(()),
     };
-    if report.ok != Some(true) {
-        let mut text = format!(
-            "{}\nexpected: {}\ngot: {}\n",
-            report.command, report.expected, report.got
-        );
-        for (node, outcome) in [(SERVER, &server), (CLIENT, &outcome)] {
-            if let Some(outcome) = outcome {
-                text.push_str(&format!("--- node {node}: {}", describe_outcome(outcome)));
-            }
-        }
-        text.push_str(&format!("--- counted: {counted}\n"));
-        return Err(failure(&ran, text));
+    if result.ok {
+        return Ok((result, dropped));
     }
-    dropped
+    let row = client.report(Results::Attempts(Vec::new()));
+    let mut text = format!("{}\nexpected: {}\ngot: {}\n", row.command, row.expected, result.got);
+    for (node, outcome) in [(SERVER, &server), (CLIENT, &outcome)] {
+        if let Some(outcome) = outcome {
+            text.push_str(&format!("--- node {node}: {}", describe_outcome(outcome)));
+        }
+    }
+    text.push_str(&format!("--- counted: {counted}\n"));
+    let error = failure(&ran, text);
+    Ok((result, Err(error)))
 }
 
 /// Runs pyverbs' own tests, a part of them on each node, and compares each result with the expected one.
 fn pyverbs(bed: &Bed, reports: &Reports, attempt: Attempt) -> Result<()> {
-    let expected = pyverbs::Results::load(&tables().join("pyverbs/expected.toml"))?;
+    let expected = pyverbs_expected()?;
     let folder = unpack_pyverbs()?;
     let mut guests = bed.guests(PYVERBS_TOPOLOGY, attempt)?;
     let (nodes, runner) = (guests.cluster.names(), tables().join("pyverbs/run.py"));
@@ -229,13 +263,11 @@ fn pyverbs(bed: &Bed, reports: &Reports, attempt: Attempt) -> Result<()> {
     }
     results.store(&report("pyverbs.toml")?)?;
     for report in expected.compare(&results) {
-        if report.ok == Some(false) {
-            wrong.push(format!(
-                "{}: expected {}, got {}",
-                report.command, report.expected, report.got
-            ));
+        if let Results::Attempts(attempts) = &report.results {
+            let bad = attempts.iter().filter(|attempt| !attempt.ok);
+            wrong.extend(bad.map(|bad| format!("{}: expected {}, got {}", report.command, report.expected, bad.got)));
         }
-        add(bed, reports, "pyverbs", report)?;
+        add(bed, reports, pyverbs::NAME, report)?;
     }
     let unclean = outcomes.iter().filter(|(_, outcome)| !outcome.is_clean());
     wrong.extend(unclean.map(|(node, outcome)| format!("node {node}: {}", describe_outcome(outcome))));
@@ -339,16 +371,20 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
     Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
 }
 
-/// Writes a report for each kernel, and the one on peer memory.
+/// Writes a report for each kernel of which a client was selected, and the one on peer memory.
 pub fn write(reports: &Reports, said: &peer::Said) -> Result<()> {
     let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    peer::write(said, &reports)?;
+    let rows = reports.rows();
+    let of = |kernel| -> Vec<Report> {
+        let rows: Vec<_> = rows.iter().filter(|row| row.kernel == kernel).cloned().collect();
+        let ran = |row: &Report| matches!(row.results, Results::Attempts(_));
+        if rows.iter().any(ran) { rows } else { Vec::new() }
+    };
+    peer::write(said, &of(DEBUG))?;
     for (kernel, name) in [(STOCK, "clients.json"), (DEBUG, "clients-debug.json")] {
-        let own: Vec<&Report> = reports.iter().filter(|report| report.kernel == kernel).collect();
-        // Clients that are always skipped do not make a report.
-        if own.iter().any(|report| report.ok.is_some()) {
-            let skipped = own.iter().filter(|report| report.ok.is_none()).count();
-            write_report(name, json!({ "skipped": skipped, "clients": own }))?;
+        let rows = of(kernel);
+        if !rows.is_empty() {
+            write_report(name, json!({ "clients": rows }))?;
         }
     }
     Ok(())
