@@ -599,6 +599,22 @@ fn a_reason_comes_before_the_ends_that_it_causes() {
     }
 }
 
+/// As before, but the reason arrives after rank 1 has seen that only the connection of rank 0 has something to read.
+#[test]
+fn a_reason_that_arrives_while_a_rank_looks_comes_before_an_end() {
+    let mut all = meshes(3);
+    let (two, one, zero) = (all.pop().unwrap(), all.pop().unwrap(), all.pop().unwrap());
+    let shared = watch::Shared::new(one).unwrap();
+    let connections = shared.flush().unwrap();
+    let all: Vec<(usize, &TcpStream)> = connections.iter().map(|(rank, stream, _)| (*rank, &**stream)).collect();
+    let what = "rank 2 (node-c) stopped: the memory was revoked".to_owned();
+    send(two.streams[1].as_ref().unwrap(), &Message::Failed { rank: 2, what });
+    drop((two, zero));
+    all.iter().for_each(|(_, stream)| await_end(stream));
+    shared.read_all(&all[..1], &all);
+    assert_eq!(shared.check().unwrap_err().rank, 2);
+}
+
 /// Rank 1 has all values, fails because of them, and ends. Rank 2 has sent nothing to rank 0.
 #[test]
 fn a_reason_comes_before_the_end_of_an_exchange() {

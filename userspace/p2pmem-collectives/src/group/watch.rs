@@ -160,6 +160,34 @@ impl State {
 }
 
 impl Shared {
+    /// Takes the connections. Nobody watches them yet.
+    ///
+    /// # Errors
+    ///
+    /// The kernel has no eventfd.
+    pub(crate) fn new(mesh: Mesh) -> Result<Self> {
+        let peers = mesh.streams.into_iter().map(|stream| Peer {
+            stream: stream.map(Arc::new),
+            ..Peer::default()
+        });
+        Ok(Self {
+            rank: mesh.rank,
+            names: mesh.names,
+            has_failed: AtomicBool::new(false),
+            calls: AtomicU64::new(0),
+            state: Mutex::new(State {
+                failure: None,
+                peers: peers.collect(),
+                begun: 0,
+                queries: 0,
+                leaving: false,
+                ending: false,
+            }),
+            changed: Condvar::new(),
+            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("creating an eventfd")?,
+        })
+    }
+
     pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -299,7 +327,7 @@ impl Shared {
     /// The end of a rank can be the consequence of another rank's failure: a launcher kills all ranks after the first one that fails.
     /// The reason of the failure has arrived before the end that it caused, on another connection. So all connections are read
     /// before the end of one becomes a failure.
-    fn read_all(&self, ready: &[(usize, &TcpStream)], all: &[(usize, &TcpStream)]) {
+    pub(crate) fn read_all(&self, ready: &[(usize, &TcpStream)], all: &[(usize, &TcpStream)]) {
         let read = |(rank, stream): &(usize, &TcpStream)| self.read(*rank, stream).map(|what| (*rank, what));
         let mut ended: Vec<_> = ready.iter().filter_map(read).collect();
         if ended.is_empty() {
@@ -321,7 +349,7 @@ impl Shared {
     }
 
     /// Sends what waits, and ends connections that accept nothing. Returns the connections that are left; `None` at the end.
-    fn flush(&self) -> Option<Vec<(usize, Arc<TcpStream>, PollFlags)>> {
+    pub(crate) fn flush(&self) -> Option<Vec<(usize, Arc<TcpStream>, PollFlags)>> {
         let mut state = self.lock();
         if state.ending {
             return None;
@@ -395,26 +423,7 @@ impl Watch {
     ///
     /// The thread cannot be started.
     pub(crate) fn start(mesh: Mesh) -> Result<Self> {
-        let peers = mesh.streams.into_iter().map(|stream| Peer {
-            stream: stream.map(Arc::new),
-            ..Peer::default()
-        });
-        let shared = Arc::new(Shared {
-            rank: mesh.rank,
-            names: mesh.names,
-            has_failed: AtomicBool::new(false),
-            calls: AtomicU64::new(0),
-            state: Mutex::new(State {
-                failure: None,
-                peers: peers.collect(),
-                begun: 0,
-                queries: 0,
-                leaving: false,
-                ending: false,
-            }),
-            changed: Condvar::new(),
-            wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).context("creating an eventfd")?,
-        });
+        let shared = Arc::new(Shared::new(mesh)?);
         let mut thread = None;
         if shared.names.len() > 1 {
             let watching = shared.clone();
