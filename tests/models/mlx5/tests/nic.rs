@@ -219,7 +219,7 @@ fn path_attributes_out_of_range_are_refused() {
 }
 
 #[test]
-fn port_offers_no_capability_that_it_lacks() {
+fn port_offers_no_missing_capability() {
     let mut driver = adapter();
     let (input, output) = (
         ifc::query_hca_vport_context_in::BYTES,
