@@ -25,14 +25,9 @@ export P2PMEM_BIN := /build/target/$(target)/debug
 export P2PMEM_CHECKOUT := $(CURDIR)
 export JOBS V KEEP_WORK
 
-# Cargo in the sandbox, with the crate versions of the lock files.
-cargo := $(in) cargo --locked
-
-# `cargo test` with a fixed seed for property tests, so that results do not depend on chance.
-cargo-test := $(in) env PROPTEST_RNG_SEED=20 cargo --locked test
-
-# maturin builds the extension module of the Python package, and pytest tests it.
-all-but-python := --workspace --exclude p2pmem-python
+# Cargo in the sandbox, with the crate versions of the lock files. Every command builds a whole workspace with all features, and
+# with the examples and their dependencies, so that all targets share one build of each crate.
+cargo-build := $(in) cargo --locked build --workspace --all-features --lib --bins --examples
 
 ifneq ($(origin KDIR),undefined)
 module-for := kdir $(KDIR)
@@ -63,6 +58,10 @@ help: ## print this list
 demo: ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
 	@tools/demo
 
+demo-built: modules user testbed ## run the demo with the programs of the other targets, which make test has built
+	@mkdir -p $(reports)
+	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json --page $(reports)/demo.html
+
 demo-async: modules user testbed ## + run the demo of accelerators that drive NICs, beside processors that do: instructions, register accesses, host bytes
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-async --module $(P2PMEM_MODULE) --report $(reports)/async.json --page $(reports)/async.html
@@ -84,8 +83,11 @@ demo-collectives: modules user testbed ## + run the demo of collective operation
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo-collectives --module $(P2PMEM_MODULE) --clients tests/suites/clients \
 		--report $(reports)/collectives.json --page $(reports)/collectives.html
 
-test: ## + run all checks and tests: lint, host tests, tests in guests, demo; the last line is "N passed, N failed"
+test: ## + run the checks and tests that the changes since the last full run can affect; the last line is "N passed, N failed"
 	@tools/run-tests
+
+test-all: ## + run all checks, tests, benchmarks, and demos, with more rounds; what passed on this tree is not repeated (AGAIN=1: it is)
+	@tools/run-tests $(if $(AGAIN),--again,--all)
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
@@ -126,14 +128,14 @@ demo-programs: sandbox-build
 		-p p2pmemctl -p p2pmem-perf -p p2pmem-preload
 
 user: sandbox ## build user space: library, C library, Python package, preload shim, p2pmemctl, exporter, examples
-	@$(cargo) build --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --lib --bins --examples
+	@$(cargo-build) --manifest-path userspace/Cargo.toml
 	@$(in) userspace/p2pmem-python/wheel
 
 wheel: sandbox ## build the optimized wheel of the Python package into build/python-release/
 	@$(in) userspace/p2pmem-python/wheel --release
 
 testbed: sandbox ## build the test bed: device models, VM runner, guest programs
-	@$(cargo) build --manifest-path tests/Cargo.toml --workspace --exclude p2pmem-demo
+	@$(cargo-build) --manifest-path tests/Cargo.toml
 
 lint: sandbox ## check formats, clippy, shell, prose, layers, unsafe, the tree, alerts, dependencies (CHECKS="unsafe tree ..." for some)
 	@$(in) tools/lint $(CHECKS)
@@ -165,31 +167,19 @@ gauge-pictures: sandbox ## make the pictures of the gauge in Documentation/image
 	@for name in light dark phone; do \
 		tools/reduce-png $(reports)/gauge-$$name.png Documentation/images/gauge-$$name.png; done
 
-test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module
-	@code=0; \
-	$(cargo-test) --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast || code=1; \
-	$(cargo-test) --manifest-path tests/Cargo.toml --no-fail-fast || code=1; \
-	$(in) userspace/p2pmem-python/test || code=1; \
-	exit $$code
+# STRESS=1 repeats each test and keeps the processors busy, to find tests that fail by luck.
+test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module (STRESS=1: 50 times, busy)
+	@$(in) tools/host-tests $(if $(STRESS),--repeat 50 --busy)
 
-test-vm: modules debug-modules user testbed ## run the tests in guests on the stock kernel and on the debug kernel
-	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(TESTS)
+stress-guests := $(if $(STRESS),--repeat 10 --busy)
 
-test-vm-stock: modules user testbed ## run the tests in guests on the stock kernel only
-	@$(in) tools/vm-tests $(TESTS)
+test-vm: test-vm-stock test-vm-debug ## run the tests in guests on the stock kernel and on the debug kernel
 
-test-vm-debug: modules debug-modules user testbed ## run the tests in guests on the debug kernel only
-	@P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests $(or $(TESTS),debug::)
+test-vm-stock: modules user testbed ## run the tests in guests on the stock kernel (STRESS=1: 10 times, busy)
+	@$(in) tools/vm-tests $(stress-guests) stock $(TESTS)
 
-# Ten times the cases of property tests. P2PMEM_TIMES applies to tests that set a number of cases, and PROPTEST_CASES to
-# the others, whose default is 256.
-more-cases := P2PMEM_TIMES=10 PROPTEST_CASES=2560
-
-# Runs 25 times the rounds of a short run, and all tests, so that the reports are complete.
-test-long: modules debug-modules user testbed ## run all tests in guests with 25 times the rounds, property tests with 10 times the cases
-	@$(in) env $(more-cases) cargo --locked test --manifest-path userspace/Cargo.toml $(all-but-python) --all-features --no-fail-fast
-	@$(in) env $(more-cases) cargo --locked test --manifest-path tests/Cargo.toml --no-fail-fast
-	@P2PMEM_TIMES=25 P2PMEM_DEBUG_KERNEL=make $(in) tools/vm-tests
+test-vm-debug: modules debug-modules user testbed ## run the tests in guests on the debug kernel (STRESS=1: 10 times, busy)
+	@$(in) tools/vm-tests $(stress-guests) debug $(TESTS)
 
 kunit: debug-modules testbed ## run the module's KUnit cases in a guest with the debug kernel
 	@$(in) tools/kunit
@@ -251,5 +241,5 @@ LIBDIR ?= $(PREFIX)/lib
 destdir = $(abspath $(DESTDIR))
 release-target = $(or $(CARGO_TARGET_DIR),$(CURDIR)/build/target)
 
-.PHONY: help demo demo-async demo-async-short demo-recorder recorder-pictures gauge-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
-	test-vm test-vm-stock test-vm-debug test-long rust-metadata modules_install programs install deb dkms clean distclean
+.PHONY: help demo demo-built demo-async demo-async-short demo-recorder recorder-pictures gauge-pictures demo-module demo-programs test sandbox sandbox-build modules modules-next debug-kernel debug-modules user wheel testbed lint format rust-analyzer kunit bench bench-short test-user \
+	test-all test-vm test-vm-stock test-vm-debug rust-metadata modules_install programs install deb dkms clean distclean

@@ -26,6 +26,7 @@ pub mod pyverbs;
 pub mod qemu;
 pub mod qmp;
 pub mod script;
+pub mod selection;
 pub mod stamp;
 pub mod topology;
 pub mod trace;

@@ -94,7 +94,7 @@ impl Process {
         let telling = log
             .lines()
             .rev()
-            .filter(|line| !line.contains("TCG doesn't support requested feature"));
+            .filter(|line| !line.contains("doesn't support requested feature"));
         let mut tail: Vec<&str> = telling.take(15).collect();
         tail.reverse();
         format!(

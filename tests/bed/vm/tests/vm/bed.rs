@@ -3,17 +3,18 @@
 //! The kernels that tests run on, each with its module, and the guests that are kept for the next test.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
-use std::{fmt, fs};
 
-use anyhow::{Context, Result, anyhow, ensure};
-use libtest_mimic::{Completion, Failed, Trial};
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::{Failed, Trial};
 use p2pmem_cases::Kernels;
 use p2pmem_guest::limits::Overrun;
 use p2pmem_vm::cluster::Cluster;
 use p2pmem_vm::kernel::Kernel;
+use p2pmem_vm::selection::{Selection, Verdict};
 use p2pmem_vm::topology::Layout;
 use p2pmem_vm::vm::{Command, Options, topologies};
 use p2pmem_vm::withheld::Ticks;
@@ -61,38 +62,34 @@ pub struct Guests {
 pub enum Attempt {
     /// The first.
     First,
-    /// It runs again after an overrun or a lost race, with fresh guests.
+    /// It runs again after an overrun, with fresh guests.
     Again,
 }
 
 /// Guests that are kept for the next test of their lane.
 type Shelf = Arc<Mutex<BTreeMap<Lane, Vec<Guests>>>>;
 
-/// The number of times that a test runs at most if the program it tests loses a race of its own.
-pub const RACES: u32 = 6;
-
-/// The error of a test whose program lost a race between its own two processes. A program rarely loses such a race,
-/// mostly if guests get little processor time, and p2pmem has no part in it. The test runs again: see [`RACES`].
-#[derive(Debug)]
-pub struct LostRace(pub String);
-
-impl fmt::Display for LostRace {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "lost a race of its own: {}", self.0)
-    }
-}
-
-impl std::error::Error for LostRace {}
+/// The number of repetitions in all tests of a run. More of them mean that tests fail by luck.
+const MOST_AGAIN: usize = 3;
 
 /// The results of the tests.
 #[derive(Clone, Default)]
-pub struct Log(Arc<Mutex<Results>>);
+pub struct Log {
+    results: Arc<Mutex<Results>>,
+    selection: Selection,
+}
 
 #[derive(Default)]
 struct Results {
     ran: Vec<Ran>,
+    /// The number of tests that ran again.
+    again: usize,
     /// The tests that did not start, because the time for tests was over.
     not_started: Vec<String>,
+    /// The tests that no change can affect.
+    not_affected: Vec<String>,
+    /// The tests that have passed on this tree before.
+    passed_before: Vec<String>,
 }
 
 /// A test that ran.
@@ -107,8 +104,6 @@ struct Ran {
     failed: Option<String>,
     /// Whether a time limit was exceeded and no other error is known.
     overrun: bool,
-    /// Whether the tested program lost a race of its own.
-    lost_race: bool,
     /// Whether the test ran again after that.
     again: bool,
 }
@@ -124,7 +119,6 @@ impl Ran {
             seconds: start.elapsed().as_secs_f64(),
             withheld: withheld.unwrap_or(0.0),
             overrun: error.as_ref().is_some_and(Overrun::is),
-            lost_race: error.as_ref().is_some_and(|error| error.is::<LostRace>()),
             again: false,
             failed: error.map(|e| format!("{e:#}")),
         }
@@ -132,38 +126,56 @@ impl Ran {
 }
 
 impl Log {
-    fn add(&self, ran: Ran) {
-        if let Ok(mut log) = self.0.lock() {
-            log.ran.push(ran);
+    /// Makes a log of the tests of a selection.
+    pub fn new(selection: Selection) -> Self {
+        Self {
+            results: Arc::default(),
+            selection,
         }
     }
 
-    /// Records that a test did not start, because the time for tests was over.
-    pub fn not_started(&self, name: &str) -> Result<Completion, Failed> {
-        if let Ok(mut log) = self.0.lock() {
-            log.not_started.push(name.to_owned());
-        }
-        Ok(Completion::ignored_with("the time for tests was over"))
+    fn results(&self) -> MutexGuard<'_, Results> {
+        self.results.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests. If its
-    /// program lost a race of its own, runs it up to [`RACES`] times.
-    pub fn test(&self, name: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<Completion, Failed> {
+    /// Returns whether a test of the selection is to run, and records if it is not. `own` is its name without the kernel.
+    pub fn trial(&self, name: &str, own: &str, is_core: bool) -> Option<()> {
+        let mut results = self.results();
+        match self.selection.verdict(own, is_core) {
+            Verdict::Runs => return Some(()),
+            Verdict::NotAffected => results.not_affected.push(name.to_owned()),
+            Verdict::Passed => results.passed_before.push(name.to_owned()),
+        }
+        None
+    }
+
+    /// Records that a test did not start, because the time for tests was over. The test fails.
+    pub fn not_started(&self, name: &str) -> Result<(), Failed> {
+        self.results().not_started.push(name.to_owned());
+        Err(Failed::from("did not start: the time for tests was over"))
+    }
+
+    /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests, unless
+    /// [`MOST_AGAIN`] tests have run again. `own` is its name without the kernel.
+    pub fn test(&self, name: &str, own: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<(), Failed> {
         let mut ran = Ran::new(name, || run(Attempt::First));
-        let (mut attempts, mut overruns) = (1, 0);
-        loop {
-            overruns += u32::from(ran.overrun);
-            ran.again = ran.overrun && overruns == 1 || ran.lost_race && attempts < RACES;
-            if !ran.again {
-                break;
-            }
-            self.add(ran);
+        if ran.overrun && self.may_repeat() {
+            ran.again = true;
+            self.results().ran.push(ran);
             ran = Ran::new(name, || run(Attempt::Again));
-            attempts += 1;
         }
         let failed = ran.failed.clone();
-        self.add(ran);
-        failed.map_or(Ok(Completion::Completed), |reason| Err(Failed::from(reason)))
+        self.results().ran.push(ran);
+        match failed {
+            Some(reason) => Err(Failed::from(reason)),
+            None => Ok(self.selection.record(own)?),
+        }
+    }
+
+    fn may_repeat(&self) -> bool {
+        let mut results = self.results();
+        results.again += 1;
+        results.again <= MOST_AGAIN
     }
 
     /// Powers guests off. An error is a failure of its own, not of a test. Guests that take too long are waited for
@@ -171,25 +183,24 @@ impl Log {
     fn end_of_guests(&self, mut guests: Guests) {
         let name = format!("{}{END}", guests.kernel);
         let mut ran = Ran::new(&name, || end(&mut guests));
-        if ran.overrun {
+        if ran.overrun && self.may_repeat() {
             ran.again = true;
-            self.add(ran);
+            self.results().ran.push(ran);
             ran = Ran::new(&name, || end(&mut guests));
         }
         if ran.failed.is_some() {
-            self.add(ran);
+            self.results().ran.push(ran);
         }
     }
 
-    /// Writes `vm.json` and `vm-debug.json` if a test ran on that kernel, and prints the reasons of all failures.
-    /// libtest prints them too, with whole logs, but far from the end. Returns whether guests failed to power off in
-    /// order.
+    /// Writes the report `name`, and prints the reasons of all failures. libtest prints them too, with whole logs, but far from
+    /// the end. Returns whether guests failed to power off in order.
     ///
     /// # Errors
     ///
     /// Those of writing a file.
-    pub fn end(&self) -> Result<bool> {
-        let results = self.0.lock().map_err(|_| anyhow!("poisoned"))?;
+    pub fn end(&self, name: &str) -> Result<bool> {
+        let results = self.results();
         let log = &results.ran;
         if !results.not_started.is_empty() {
             println!(
@@ -198,20 +209,26 @@ impl Log {
                 results.not_started.join(", ")
             );
         }
-        if log.is_empty() {
-            return Ok(false);
-        }
-        let of_debug = |test: &str| test.starts_with(DEBUG);
-        for (name, debug) in [("vm.json", false), ("vm-debug.json", true)] {
-            let ran: Vec<&Ran> = log.iter().filter(|ran| of_debug(&ran.test) == debug).collect();
-            let not_started = results.not_started.iter().filter(|test| of_debug(test) == debug);
-            if !ran.is_empty() {
-                write_report(
-                    name,
-                    json!({ "tests": ran, "not_started": not_started.collect::<Vec<_>>() }),
-                )?;
+        for (tests, why) in [
+            (
+                &results.not_affected,
+                "not affected by the changes since the last full run",
+            ),
+            (&results.passed_before, "passed on this tree before"),
+        ] {
+            if !tests.is_empty() {
+                println!("{} tests did not run: {why}", tests.len());
             }
         }
+        write_report(
+            name,
+            json!({
+                "tests": log,
+                "not_started": results.not_started,
+                "not_affected": results.not_affected,
+                "passed_before": results.passed_before,
+            }),
+        )?;
         for ran in log.iter() {
             if let Some(reason) = &ran.failed {
                 let then = if ran.again { ", and was run once more" } else { "" };
@@ -232,7 +249,7 @@ impl Log {
             .collect();
         if !again.is_empty() {
             println!(
-                "AGAIN {} tests took too long or lost a race, and were run again: {}",
+                "AGAIN {} tests took too long, and were run again: {}",
                 again.len(),
                 again.join(", ")
             );
@@ -249,7 +266,7 @@ pub struct Bed {
     /// Its name, with which the names of its tests begin.
     pub name: &'static str,
     kernel: Kernel,
-    module: Option<PathBuf>,
+    module: PathBuf,
     /// Whether the tests are those of the module.
     of_module: bool,
     shelf: Shelf,
@@ -258,18 +275,23 @@ pub struct Bed {
 }
 
 impl Bed {
-    /// Returns the stock kernel, and the debug kernel if the environment names it. `P2PMEM_MODULE` is the path of the
-    /// module; the module of the debug kernel has the same name in the folder `debug` beside it.
+    /// Returns the kernel of this run: the debug kernel if the environment names it, else the stock kernel. `P2PMEM_MODULE` is the
+    /// path of the module; the module of the debug kernel has the same name in the folder `debug` beside it.
     ///
     /// # Errors
     ///
-    /// A kernel is missing.
-    pub fn all(lanes: &Lanes, log: &Log) -> Result<Vec<Bed>> {
-        let module = std::env::var_os("P2PMEM_MODULE").map(PathBuf::from);
-        let debug_module = module
-            .as_ref()
-            .and_then(|path| Some(path.parent()?.join(DEBUG).join(path.file_name()?)));
-        let bed = |name, kernel, module| Bed {
+    /// The kernel or the variable is missing.
+    pub fn new(lanes: &Lanes, log: &Log) -> Result<Bed> {
+        let module = PathBuf::from(std::env::var_os("P2PMEM_MODULE").context("P2PMEM_MODULE is not set")?);
+        let (name, kernel, module) = match Kernel::debug()? {
+            Some(kernel) => {
+                let folder = module.parent().context("P2PMEM_MODULE has no folder")?.join(DEBUG);
+                let file = module.file_name().context("P2PMEM_MODULE names no file")?;
+                (DEBUG, kernel, folder.join(file))
+            }
+            None => (STOCK, Kernel::stock()?, module),
+        };
+        Ok(Bed {
             name,
             kernel,
             module,
@@ -277,10 +299,7 @@ impl Bed {
             shelf: Shelf::default(),
             lanes: lanes.clone(),
             log: log.clone(),
-        };
-        let mut beds = vec![bed(STOCK, Kernel::stock()?, module)];
-        beds.extend(Kernel::debug()?.map(|kernel| bed(DEBUG, kernel, debug_module)));
-        Ok(beds)
+        })
     }
 
     /// Returns the same kernel for tests that are not the module's. They share no guests with the module's, whose rules and providers
@@ -292,23 +311,31 @@ impl Bed {
         }
     }
 
-    /// Makes a test on this kernel with guests of a topology. A test that does not run on the kernel shows as ignored,
-    /// with the reason. A test that is not the module's also does so if the time for tests is over.
+    /// Makes a test on this kernel with guests of a topology, if it is selected. The module's tests always are, as are others of
+    /// the core. A test that does not run on the kernel shows as ignored, with the reason.
     pub fn trial(
         &self,
-        name: &str,
+        own_name: &str,
         topology: &str,
         kernels: Kernels<'_>,
+        is_core: bool,
         run: impl Fn(Attempt) -> Result<()> + Send + 'static,
-    ) -> Trial {
-        let (name, own) = (format!("{}::{name}", self.name), self.clone());
+    ) -> Option<Trial> {
+        let (name, own_name, own) = (format!("{}::{own_name}", self.name), own_name.to_owned(), self.clone());
+        if let Kernels::Stock(why) | Kernels::Debug(why) = kernels {
+            if !self.is_of(kernels) {
+                let trial = Trial::test(name, || Ok(())).with_kind(format!("not here: {why}"));
+                return Some(trial.with_ignored_flag(true));
+            }
+        }
+        self.log.trial(&name, &own_name, self.of_module || is_core)?;
         let (lane, place) = (self.lane(topology), self.lanes.place());
-        let trial = Trial::ignorable_test(name.clone(), move || {
+        Some(Trial::test(name.clone(), move || {
             let permit = own.lanes.wait_for(place, &lane);
-            let outcome = if own.of_module || !own.lanes.is_over(Duration::ZERO) {
-                own.log.test(&name, run)
-            } else {
+            let outcome = if own.lanes.is_over(Duration::ZERO) {
                 own.log.not_started(&name)
+            } else {
+                own.log.test(&name, &own_name, run)
             };
             let is_last = permit.is_last();
             // The end of guests mostly waits until new allocations are old enough to count as leaked, so other lanes
@@ -320,13 +347,7 @@ impl Bed {
                 }
             }
             outcome
-        });
-        match kernels {
-            Kernels::Stock(why) | Kernels::Debug(why) if !self.is_of(kernels) => {
-                trial.with_kind(format!("not here: {why}")).with_ignored_flag(true)
-            }
-            _ => trial.with_ignored_flag(self.module.is_none()),
-        }
+        }))
     }
 
     fn lane(&self, topology: &str) -> Lane {
@@ -356,8 +377,7 @@ impl Bed {
     ///
     /// The module was not built for this kernel.
     pub fn module(&self) -> Result<String> {
-        let module = self.module.as_ref().context("P2PMEM_MODULE is not set")?;
-        let module = fs::canonicalize(module).with_context(|| format!("the module {}", module.display()))?;
+        let module = fs::canonicalize(&self.module).with_context(|| format!("the module {}", self.module.display()))?;
         Ok(module.to_str().context("the module's path is not UTF-8")?.to_owned())
     }
 

@@ -41,12 +41,13 @@ static WHEELS: OnceLock<Result<PathBuf, String>> = OnceLock::new();
 /// The rows of all clients, with the results of those that ran.
 pub type Reports = Arc<Mutex<clients::Reports>>;
 
-/// Makes a trial for each client of all tables that runs on the kernel. Adds a row for each client of all tables, as one that is not
-/// selected until it runs.
+/// Makes a trial for each selected client of all tables that runs on the kernel. The first one of each table is part of the core, which
+/// always runs. Adds a row for each client of all tables.
 pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
     let mut trials = Vec::new();
     for path in table_files()? {
         let table = Arc::new(Table::load(&path)?);
+        let mut has_core = false;
         for index in 0..table.clients.len() {
             let name = format!("clients::{}::{}", table.name, table.clients[index].name);
             let kernels = match &table.kernels {
@@ -63,17 +64,16 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                 _ => None,
             };
             let skipped = client.skipped(is_long(), bed.name == DEBUG);
-            if let Some(reason) = other_kernel.or_else(|| skipped.clone()) {
-                not_run(reports, bed, &table.name, &client.name, &NotRun::Skipped(reason))?;
-            }
-            if let Some(reason) = skipped {
-                // It shows as ignored.
-                let trial = bed.trial(&name, &table.topology, kernels, |_| Ok(()));
+            if let Some(reason) = other_kernel.or(skipped) {
+                let trial = Trial::test(format!("{}::{name}", bed.name), || Ok(()));
                 trials.push(trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true));
+                not_run(reports, bed, &table.name, &client.name, &NotRun::Skipped(reason))?;
                 continue;
             }
-            let (own, reports, shared) = (bed.clone(), reports.clone(), table.clone());
-            trials.push(bed.trial(&name, &table.topology, kernels, move |attempt| {
+            let is_core = !has_core;
+            has_core = true;
+            let (own, all, shared) = (bed.clone(), reports.clone(), table.clone());
+            let trial = bed.trial(&name, &table.topology, kernels, is_core, move |attempt| {
                 let client = &shared.clients[index];
                 let (result, ended) = match run(&own, &shared, client, attempt) {
                     Ok(ran) => ran,
@@ -83,22 +83,21 @@ pub fn trials(bed: &Bed, reports: &Reports) -> Result<Vec<Trial>> {
                         (clients::Attempt::prevented(first), Err(e))
                     }
                 };
-                add(
-                    &own,
-                    &reports,
-                    &shared.name,
-                    client.report(Results::Attempts(vec![result])),
-                )?;
+                add(&own, &all, &shared.name, client.report(Results::Attempts(vec![result])))?;
                 ended
-            }));
+            });
+            if trial.is_some() {
+                not_run(reports, bed, &table.name, &client.name, &NotRun::NotStarted)?;
+            }
+            trials.extend(trial);
         }
     }
-    trials.push(pyverbs_trial(bed, reports)?);
+    trials.extend(pyverbs_trial(bed, reports)?);
     Ok(trials)
 }
 
 /// Makes the trial of pyverbs' own tests. Adds a row for each of these tests.
-fn pyverbs_trial(bed: &Bed, reports: &Reports) -> Result<Trial> {
+fn pyverbs_trial(bed: &Bed, reports: &Reports) -> Result<Option<Trial>> {
     const WHY: &str = "these programs test the NIC model, and do not use the module";
     for row in pyverbs_expected()?.not_selected() {
         add(bed, reports, pyverbs::NAME, row)?;
@@ -111,20 +110,16 @@ fn pyverbs_trial(bed: &Bed, reports: &Reports) -> Result<Trial> {
     if let Some(reason) = skipped {
         let reason = NotRun::Skipped(reason.to_owned());
         not_run(reports, bed, pyverbs::NAME, pyverbs::NAME, &reason)?;
+        let trial = Trial::test(format!("{}::clients::pyverbs", bed.name), || Ok(()));
+        return Ok(Some(trial.with_kind(reason.to_string()).with_ignored_flag(true)));
     }
-    let (own, reports) = (bed.clone(), reports.clone());
-    let trial = bed.trial(
-        "clients::pyverbs",
-        PYVERBS_TOPOLOGY,
-        Kernels::Stock(WHY),
-        move |attempt| pyverbs(&own, &reports, attempt),
-    );
-    // These are hundreds of tests, which take minutes.
-    Ok(if is_long() {
-        trial
-    } else {
-        trial.with_kind("skipped: only in a long run").with_ignored_flag(true)
-    })
+    let (own, all) = (bed.clone(), reports.clone());
+    let run = move |attempt| pyverbs(&own, &all, attempt);
+    let trial = bed.trial("clients::pyverbs", PYVERBS_TOPOLOGY, Kernels::Stock(WHY), false, run);
+    if trial.is_some() {
+        not_run(reports, bed, pyverbs::NAME, pyverbs::NAME, &NotRun::NotStarted)?;
+    }
+    Ok(trial)
 }
 
 fn pyverbs_expected() -> Result<pyverbs::Results> {
@@ -371,21 +366,9 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
     Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
 }
 
-/// Writes a report for each kernel of which a client was selected, and the one on peer memory.
-pub fn write(reports: &Reports, said: &peer::Said) -> Result<()> {
+/// Writes the report `name`, and the one on peer memory.
+pub fn write(reports: &Reports, said: &peer::Said, name: &str) -> Result<()> {
     let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;
-    let rows = reports.rows();
-    let of = |kernel| -> Vec<Report> {
-        let rows: Vec<_> = rows.iter().filter(|row| row.kernel == kernel).cloned().collect();
-        let ran = |row: &Report| matches!(row.results, Results::Attempts(_));
-        if rows.iter().any(ran) { rows } else { Vec::new() }
-    };
-    peer::write(said, &of(DEBUG))?;
-    for (kernel, name) in [(STOCK, "clients.json"), (DEBUG, "clients-debug.json")] {
-        let rows = of(kernel);
-        if !rows.is_empty() {
-            write_report(name, json!({ "clients": rows }))?;
-        }
-    }
-    Ok(())
+    peer::write(said, reports.rows())?;
+    write_report(name, json!({ "clients": reports.rows() }))
 }

@@ -10,12 +10,8 @@ use anyhow::{Context, Result};
 use serde_json::{Value, json};
 
 use crate::bed::DEBUG;
-use crate::{ORIGIN, Origin, write_report};
+use crate::write_report;
 
-/// The report of a run of the tests of the stock kernel, or of both kernels.
-pub const REPORT: &str = "hardening.json";
-/// The report of a run of the debug kernel's tests only, which has fewer parts.
-pub const DEBUG_ALONE: &str = "hardening-debug.json";
 /// The prefix of the line in which a case prints its part of the report, an object.
 const MARK: &str = "hardening-report: ";
 /// The rounds of the tests that unplug a device: test, kernel, rounds. A case prints only the number.
@@ -119,15 +115,11 @@ fn merge(into: &mut Value, from: Value) {
 /// # Errors
 ///
 /// The report cannot be written.
-pub fn write() -> Result<()> {
-    let Some(state) = state().take().filter(|state| state.values != json!({})) else {
-        return Ok(());
-    };
-    let of = ORIGIN
-        .get()
-        .map_or(&[] as &[_], |Origin { kernels, .. }| kernels.as_slice());
-    let name = if of == [DEBUG] { DEBUG_ALONE } else { REPORT };
-    write_report(name, report(state))
+pub fn write(name: &str) -> Result<()> {
+    match state().take().filter(|state| state.values != json!({})) {
+        Some(state) => write_report(name, report(state)),
+        None => Ok(()),
+    }
 }
 
 /// Returns the report, without its origin.

@@ -24,8 +24,8 @@ const MOST: usize = 4;
 /// How long a test that shares no guests may take: it builds packages, or boots many machines.
 const ALONE_TAKES: Duration = Duration::from_secs(600);
 
-/// The environment variable with the time from which on tests do not start, except those of the module: in seconds since 1970. Without
-/// it, all tests start.
+/// The environment variable with the time from which on tests do not start, and fail: in seconds since 1970. Without it, all tests
+/// start.
 const UNTIL: &str = "P2PMEM_TESTS_UNTIL";
 
 /// The key of tests that share guests: a kernel, and a topology and whose tests they are, or a name of its own.
@@ -121,18 +121,19 @@ impl Lanes {
     }
 
     /// Makes a test that shares no guests, in a lane of its own.
-    pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Trial {
+    pub fn alone(&self, name: &'static str, log: &Log, run: Alone) -> Option<Trial> {
+        log.trial(name, name, false)?;
         let (lanes, place, log) = (self.clone(), self.place(), log.clone());
-        Trial::ignorable_test(name, move || {
+        Some(Trial::test(name, move || {
             let _permit = lanes.wait_for(place, &(name, String::new()));
             if lanes.is_over(ALONE_TAKES) {
                 return log.not_started(name);
             }
-            log.test(name, |_| run())
-        })
+            log.test(name, name, |_| run())
+        }))
     }
 
-    /// Returns whether a test that is not the module's and takes that long must not start any more.
+    /// Returns whether a test that takes that long must not start any more.
     pub fn is_over(&self, takes: Duration) -> bool {
         self.0.until.is_some_and(|until| SystemTime::now() + takes >= until)
     }

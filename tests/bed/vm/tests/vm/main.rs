@@ -6,7 +6,8 @@
 //! The tests of a topology run one after the other and share its guests. After a test that fails, whose kernel log has
 //! bad lines, or that makes the guests unusable by design, the next test gets fresh guests. `--test-threads` is the
 //! number of topologies that are tested at the same time; the default is the number of processors. A test that exceeds
-//! a time limit, without any other known error, runs once more.
+//! a time limit, without any other known error, runs once more. A run has one kernel: the debug kernel if `P2PMEM_DEBUG_KERNEL`
+//! names it, else the stock kernel. Tests that `tools/affected` did not select do not run.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -16,16 +17,17 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow};
-use libtest_mimic::{Arguments, Failed, Trial};
+use libtest_mimic::{Arguments, Trial};
 use p2pmem_cases::{self as cases, Kernels};
 use p2pmem_guest::limits::{Overrun, TIMES};
 use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::kernel::DEBUG_KERNEL;
+use p2pmem_vm::selection::Selection;
 use p2pmem_vm::stamp::stamp;
 use p2pmem_vm::vm::{Command, Outcome, Status, Vm, sibling};
 use serde_json::{Value, json};
 
-use bed::{Attempt, Bed, Log};
+use bed::{Attempt, Bed, DEBUG, Log, STOCK};
 use lanes::Lanes;
 
 mod admin;
@@ -109,59 +111,54 @@ pub struct Test {
 }
 
 fn main() -> ExitCode {
-    let mut arguments = Arguments::from_args();
-    if !arguments.list {
-        if let Err(e) = begin_reports(&arguments) {
-            eprintln!("the reports: {e:#}");
-            return ExitCode::FAILURE;
-        }
-    }
-    let lanes = match Lanes::new(arguments.test_threads) {
-        Ok(lanes) => lanes,
+    match run_tests(Arguments::from_args()) {
+        Ok(code) => code,
         Err(e) => {
-            eprintln!("the order of the tests: {e:#}");
-            return ExitCode::FAILURE;
-        }
-    };
-    let log = Log::default();
-    let reports = clients::Reports::default();
-    let said = peer::Said::default();
-    let alone = |tests: &[(&'static str, lanes::Alone)]| -> Vec<Trial> {
-        let made = tests.iter().map(|&(name, test)| lanes.alone(name, &log, test));
-        made.collect()
-    };
-    let mut trials = alone(runner::ALONE);
-    let without_module = std::env::var_os("P2PMEM_MODULE").is_none();
-    match Bed::all(&lanes, &log) {
-        Ok(beds) => {
-            // The module's tests come first: they always run. Of the others, the longest come first. At the end they would keep one
-            // processor busy while the other one is idle.
-            trials.extend(beds.iter().rev().flat_map(|bed| of_module(bed, &said)));
-            trials.extend(alone(packages::ALONE));
-            let of_recorder = alone(recorder::ALONE).into_iter();
-            trials.extend(of_recorder.map(|trial| trial.with_ignored_flag(without_module)));
-            trials.extend(beds.iter().rev().flat_map(|bed| others(&bed.for_others(), &reports)));
-            if beds.len() < 2 {
-                eprintln!("{DEBUG_KERNEL} is not set: no test runs on the debug kernel");
-            }
-        }
-        Err(e) => trials.push(Trial::test("kernels", move || Err(failed(e)))),
-    }
-    if without_module {
-        eprintln!("P2PMEM_MODULE is not set: all tests but those of the runner's end are ignored");
-    }
-    // Each test waits in a thread of its own.
-    arguments.test_threads = Some(trials.len().max(2));
-    let conclusion = libtest_mimic::run(&arguments, trials);
-    let written = clients::write(&reports, &said).and_then(|()| hardening::write());
-    match written.and_then(|()| log.end()) {
-        Ok(false) => conclusion.exit_code(),
-        Ok(true) => ExitCode::FAILURE,
-        Err(e) => {
-            eprintln!("the reports: {e:#}");
+            eprintln!("vm: {e:#}");
             ExitCode::FAILURE
         }
     }
+}
+
+/// Runs the tests, and writes the reports.
+fn run_tests(mut arguments: Arguments) -> Result<ExitCode> {
+    let is_debug = std::env::var_os(DEBUG_KERNEL).is_some();
+    if !arguments.list {
+        begin_reports(&arguments, is_debug)?;
+    }
+    let lanes = Lanes::new(arguments.test_threads)?;
+    let log = Log::new(Selection::load(if is_debug { DEBUG } else { STOCK }, is_debug)?);
+    let bed = Bed::new(&lanes, &log)?;
+    let reports = clients::Reports::default();
+    let said = peer::Said::default();
+    let alone = |tests: &[(&'static str, lanes::Alone)]| -> Vec<Trial> {
+        let made = tests.iter().filter_map(|&(name, test)| lanes.alone(name, &log, test));
+        made.collect()
+    };
+    // The module's tests come first. Of the others, the longest come first: at the end they would keep one processor busy while
+    // the other one is idle.
+    let mut trials = of_module(&bed, &said);
+    if !is_debug {
+        trials.extend(
+            [packages::ALONE, recorder::ALONE, runner::ALONE]
+                .into_iter()
+                .flat_map(alone),
+        );
+    }
+    trials.extend(others(&bed.for_others(), &reports)?);
+    // Each test waits in a thread of its own.
+    arguments.test_threads = Some(trials.len().max(2));
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    if arguments.list {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let names = report_names(is_debug);
+    clients::write(&reports, &said, names.clients)?;
+    hardening::write(names.hardening)?;
+    Ok(match log.end(names.tests)? {
+        false => conclusion.exit_code(),
+        true => ExitCode::FAILURE,
+    })
 }
 
 /// Returns the module's tests on a kernel, ordered by topology, so that guests are shared.
@@ -170,97 +167,84 @@ fn of_module(bed: &Bed, said: &peer::Said) -> Vec<Trial> {
     cases.sort_by_key(|case| (case.topology, case.ruins));
     let trial = |case: &'static cases::Case| {
         let (own, said, name) = (bed.clone(), said.clone(), format!("module::{}", case.name));
-        bed.trial(&name, case.topology, cases::kernels(case), move |attempt| {
+        bed.trial(&name, case.topology, cases::kernels(case), true, move |attempt| {
             run_case(&own, &said, case, attempt)
         })
     };
-    cases.into_iter().map(trial).collect()
+    cases.into_iter().filter_map(trial).collect()
 }
 
 /// Returns all other tests on a kernel that share guests. The clients come first, as they need two guests.
-fn others(bed: &Bed, reports: &clients::Reports) -> Vec<Trial> {
-    let mut trials = Vec::new();
-    match clients::trials(bed, reports) {
-        Ok(clients) => trials.extend(clients),
-        Err(e) => trials.push(Trial::test(format!("{}::clients::tables", bed.name), move || {
-            Err(failed(e))
-        })),
-    }
+fn others(bed: &Bed, reports: &clients::Reports) -> Result<Vec<Trial>> {
+    let mut trials = clients::trials(bed, reports)?;
     for (tests, kernels) in TESTS {
         for test in *tests {
             let own = bed.clone();
-            trials.push(bed.trial(test.name, test.topology, *kernels, move |attempt| {
+            trials.extend(bed.trial(test.name, test.topology, *kernels, false, move |attempt| {
                 with_guests(&own, test, attempt)
             }));
         }
     }
     for check in cases::backends::checks() {
         let (own, name) = (bed.clone(), format!("backends::{}", check.name));
-        trials.push(bed.trial(&name, check.topology, WITHOUT_MODULE, move |attempt| {
+        trials.extend(bed.trial(&name, check.topology, WITHOUT_MODULE, false, move |attempt| {
             backends::run_check(&own, check, attempt)
         }));
     }
-    trials
+    Ok(trials)
 }
 
 /// The origin of this run's reports, and the tests that they cover.
 struct Origin {
     stamp: Value,
-    /// The filter, if not all tests of a kernel run.
+    /// The arguments, if they select tests.
     filter: Option<String>,
     /// The factor for the rounds of races.
     times: u32,
-    /// The kernels all of whose tests run, if no tests of other kernels run.
-    kernels: Vec<&'static str>,
 }
 
 /// The origin of this run.
 static ORIGIN: OnceLock<Origin> = OnceLock::new();
 
-/// The reports, by the kernel whose tests write them.
-const REPORTS: &[(&str, &[&str])] = &[
-    (
-        bed::STOCK,
-        &[
-            hardening::REPORT,
-            "vm.json",
-            "clients.json",
-            "pyverbs.toml",
-            "registration.json",
-            recorder::REPORT,
-        ],
-    ),
-    (
-        bed::DEBUG,
-        &[
-            "vm-debug.json",
-            "clients-debug.json",
-            "peer.json",
-            hardening::DEBUG_ALONE,
-        ],
-    ),
-];
+/// The names of reports on the tests on a kernel.
+struct ReportNames {
+    tests: &'static str,
+    clients: &'static str,
+    hardening: &'static str,
+    /// Reports of single tests.
+    more: &'static [&'static str],
+}
 
-/// Records the origin of the reports, and removes those of an earlier run that this run writes. A run of some tests
-/// writes its reports to a folder of its own.
-fn begin_reports(arguments: &Arguments) -> Result<()> {
-    let named = |kernel: &str| arguments.filter.as_deref() == Some(&format!("{kernel}::")) && !arguments.exact;
-    let all = arguments.skip.is_empty() && !arguments.ignored;
-    let is_there = |kernel: &str| kernel != bed::DEBUG || std::env::var_os(DEBUG_KERNEL).is_some();
-    let whole = |kernel: &str| all && is_there(kernel) && (arguments.filter.is_none() || named(kernel));
-    let reports: Vec<_> = REPORTS.iter().filter(|(kernel, _)| whole(kernel)).collect();
-    let filter = reports
-        .is_empty()
-        .then(|| std::env::args().skip(1).collect::<Vec<_>>().join(" "));
+fn report_names(is_debug: bool) -> ReportNames {
+    if is_debug {
+        return ReportNames {
+            tests: "vm-debug.json",
+            clients: "clients-debug.json",
+            hardening: "hardening-debug.json",
+            more: &["peer.json"],
+        };
+    }
+    ReportNames {
+        tests: "vm.json",
+        clients: "clients.json",
+        hardening: "hardening.json",
+        more: &["pyverbs.toml", "registration.json", recorder::REPORT],
+    }
+}
+
+/// Records the origin of the reports, and removes those of an earlier run on this kernel. A run of some tests writes its reports
+/// to a folder of its own.
+fn begin_reports(arguments: &Arguments, is_debug: bool) -> Result<()> {
+    let whole = arguments.filter.is_none() && arguments.skip.is_empty() && !arguments.ignored;
     let origin = Origin {
         stamp: stamp()?,
-        filter,
+        filter: (!whole).then(|| std::env::args().skip(1).collect::<Vec<_>>().join(" ")),
         times: times()?,
-        kernels: reports.iter().map(|(kernel, _)| *kernel).collect(),
     };
     // This is the only call.
     let _ = ORIGIN.set(origin);
-    for name in reports.iter().flat_map(|(_, names)| *names) {
+    let names = report_names(is_debug);
+    for name in [names.tests, names.clients, names.hardening].iter().chain(names.more) {
         match fs::remove_file(report(name)?) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(e).with_context(|| (*name).to_owned()),
             _ => {}
@@ -287,10 +271,6 @@ fn write_report(name: &str, mut value: Value) -> Result<()> {
     let (path, new) = (report(name)?, report(&format!(".{name}"))?);
     fs::write(&new, serde_json::to_vec_pretty(&value)?).with_context(|| new.display().to_string())?;
     fs::rename(&new, &path).with_context(|| path.display().to_string())
-}
-
-fn failed(e: anyhow::Error) -> Failed {
-    Failed::from(format!("{e:#}"))
 }
 
 fn with_guests(bed: &Bed, test: &Test, attempt: Attempt) -> Result<()> {

@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, ensure};
 use p2pmem_guest::in_time;
 use p2pmem_guest::limits::is_long;
+use p2pmem_vm::accelerator::Accelerator;
 use p2pmem_vm::dmesg;
 use p2pmem_vm::kernel::{self, write_vmlinux};
 use p2pmem_vm::process::{Process, Stdin};
@@ -450,11 +451,13 @@ fn qemu(image: &Path, root: &Path, dir: &Path) -> Result<Vec<String>> {
          no_timer_check tsc=reliable panic=-1 systemd.show_status=no systemd.wants=check.service {}",
         masks.join(" ")
     );
+    let accelerator = Accelerator::chosen()?;
+    let cpu = accelerator.cpu("EPYC");
     let options: &[(&str, &str)] = &[
         ("-display", "none"),
         ("-vga", "none"),
-        ("-accel", "tcg,thread=multi"),
-        ("-cpu", "EPYC"),
+        ("-accel", accelerator.argument()),
+        ("-cpu", &cpu),
         ("-smp", "2,sockets=2"),
         ("-m", "1G"),
         ("-object", "memory-backend-memfd,id=ram0,size=1G,share=on"),
