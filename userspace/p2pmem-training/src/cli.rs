@@ -196,11 +196,6 @@ pub struct PipelineArgs {
     #[arg(long, value_name = "COUNT", default_value_t = 4,
           value_parser = clap::value_parser!(u32).range(1..=MAX_MICROBATCHES as i64))]
     pub microbatches: u32,
-
-    /// Least time of the computation of a microbatch in one direction: stands for a slower accelerator, to measure the bubble where ranks
-    /// share processors.
-    #[arg(long, value_name = "MILLISECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=10_000))]
-    pub stage_time: u64,
 }
 
 /// Options of a tensor-parallel training.
@@ -277,8 +272,7 @@ mod tests {
         let Command::Pipeline(args) = parse("--microbatches=8").unwrap().command else {
             panic!("another command")
         };
-        assert_eq!((args.microbatches, args.stage_time, args.training.layers), (8, 0, 4));
+        assert_eq!((args.microbatches, args.training.layers), (8, 4));
         assert!(parse("--microbatches=0").is_err());
-        assert!(parse("--stage-time=10001").is_err());
     }
 }

@@ -40,7 +40,7 @@ use crate::memory;
 use crate::network::{output_error, Stage};
 use crate::outcome::{bytes, floats, Outcome};
 use crate::ranks::{stop, Wait};
-use crate::schedule::{actions, Action};
+use crate::schedule::{actions, Action, Busy};
 use crate::settings::{Batches, Settings};
 use crate::state::PAGE;
 
@@ -54,17 +54,15 @@ pub struct Pipeline {
     pub settings: Settings,
     /// Parts of a batch.
     pub microbatches: usize,
-    /// Least milliseconds of the computation of a microbatch in one direction: stands for a slower accelerator.
-    pub stage_time_ms: u64,
 }
 
 impl Pipeline {
-    /// Checks the settings for this number of ranks and of training samples. `limit` is the longest time in which nothing happens.
+    /// Checks the settings for this number of ranks and of training samples.
     ///
     /// # Errors
     ///
     /// A setting is not possible.
-    pub fn check(&self, ranks: usize, samples: usize, limit: Duration) -> Result<()> {
+    pub fn check(&self, ranks: usize, samples: usize) -> Result<()> {
         let Settings { batch, layers, .. } = self.settings;
         self.settings.check(samples)?;
         ensure!(
@@ -81,18 +79,7 @@ impl Pipeline {
             "{} microbatches do not divide a batch of {batch} samples",
             self.microbatches
         );
-        // A rank waits for two computations of each other rank, one in each direction.
-        let longest = self.stage_time() * 2 * ranks as u32;
-        ensure!(
-            longest < limit,
-            "a stage time of {} ms: a rank can wait for {longest:?}; set --timeout to more than this",
-            self.stage_time_ms
-        );
         Ok(())
-    }
-
-    fn stage_time(&self) -> Duration {
-        Duration::from_millis(self.stage_time_ms)
     }
 
     /// Returns the layers of a rank.
@@ -102,10 +89,10 @@ impl Pipeline {
         network.stage(edge(rank)..edge(rank + 1))
     }
 
-    /// Returns the bytes of payload that a rank sends to a neighbour for `batches` batches: microbatch x width x 4 for each microbatch.
-    pub fn formula(&self, batches: u64) -> u64 {
-        let microbatch = (self.settings.batch / self.microbatches) as u64;
-        batches * self.microbatches as u64 * microbatch * self.settings.hidden as u64 * 4
+    /// Returns the bytes that a rank sends to a neighbour for a microbatch.
+    fn microbatch(&self) -> u64 {
+        let samples = self.settings.batch / self.microbatches;
+        4 * (samples * self.settings.hidden) as u64
     }
 }
 
@@ -138,7 +125,7 @@ impl Places {
         let of = |rank| pipeline.stage(rank, ranks).parameters().len() as u64;
         Self {
             parameters: 4 * (0..ranks).map(of).max().unwrap_or(0),
-            microbatch: pipeline.formula(1) / pipeline.microbatches as u64,
+            microbatch: pipeline.microbatch(),
             microbatches: pipeline.microbatches as u64,
         }
     }
@@ -188,8 +175,8 @@ pub struct Trained {
     pub backward: u64,
     /// Bytes of parameters that the rank sent to the one before, after epochs.
     pub collected: u64,
-    /// Time in which the rank computed microbatches.
-    pub busy: Duration,
+    /// Seconds in which the rank computed microbatches.
+    pub busy: Busy,
     /// Time from the start of the first action of each batch to the end of its last one, by the clock of this rank. On rank 0, this is
     /// the duration of all batches.
     pub duration: Duration,
@@ -403,7 +390,7 @@ impl Training<'_> {
         after: &mut dyn FnMut(u64, Action) -> Result<()>,
     ) -> Result<Trained> {
         self.pipeline
-            .check(members.ranks(), self.digits.training.len(), self.limit)
+            .check(members.ranks(), self.digits.training.len())
             .and_then(|()| self.train(members, transport, engine, base, after))
             .map_err(|error| stop(members, error))
     }
@@ -444,7 +431,7 @@ impl Training<'_> {
             forward: 0,
             backward: 0,
             collected: 0,
-            busy: Duration::ZERO,
+            busy: Busy::default(),
             duration: Duration::ZERO,
         };
         let mut links = Links::new(members, transport, self.limit);
@@ -466,8 +453,7 @@ impl Training<'_> {
                 let start = Instant::now();
                 first.get_or_insert(start);
                 let payload = self.compute(&mut work, &places, action, batch, rank)?;
-                std::thread::sleep(self.pipeline.stage_time().saturating_sub(start.elapsed()));
-                trained.busy += start.elapsed();
+                trained.busy.add(action, microbatches, start.elapsed().as_secs_f64());
                 if let Some(payload) = payload {
                     let (to, sent) = match action {
                         Action::Forward(_) => (NEXT, &mut trained.forward),
@@ -533,10 +519,11 @@ impl Training<'_> {
             return Ok(None);
         }
         let from = places.slot(from, index as u64);
-        memory::write(&self.span, from, &bytes(&values))?;
+        let values = bytes(&values);
+        memory::write(&self.span, from, &values)?;
         Ok(Some(Payload {
             from,
-            bytes: places.microbatch,
+            bytes: values.len() as u64,
             into: places.slot(into, index as u64),
         }))
     }
@@ -648,6 +635,7 @@ mod tests {
     use super::*;
     use crate::local::{each_rank, LIMIT};
     use crate::reference;
+    use crate::schedule::least_duration;
     use p2pmem_collectives::engine::ProcessorEngine;
     use p2pmem_collectives::group::{Failure, Group};
     use p2pmem_collectives::schedule::Algorithm;
@@ -662,7 +650,6 @@ mod tests {
             seed: 3,
         },
         microbatches: 4,
-        stage_time_ms: 0,
     };
 
     /// Batches of two epochs.
@@ -749,14 +736,20 @@ mod tests {
                 let case = format!("{ranks} ranks, {microbatches} microbatches");
                 assert_eq!(trained[0].outcome.as_ref(), Some(&alone), "{case}");
                 let bytes = BATCHES * 48 * 12 * 4;
-                assert_eq!(pipeline.formula(BATCHES), bytes);
                 let last = ranks - 1;
                 for (rank, trained) in trained.iter().enumerate() {
                     assert_eq!(trained.batches, BATCHES);
                     assert_eq!(trained.forward, if rank < last { bytes } else { 0 }, "{case}");
                     assert_eq!(trained.backward, if rank > 0 { bytes } else { 0 }, "{case}");
-                    assert!(trained.busy <= trained.duration, "{case}");
                 }
+                let busy: Vec<Busy> = trained.iter().map(|trained| trained.busy).collect();
+                // Rank 0 begins and ends each batch, so its time contains what the others wait for.
+                let duration = trained[0].duration.as_secs_f64();
+                assert!(least_duration(&busy) <= duration, "{case}: {busy:?} {duration}");
+                assert!(
+                    busy.iter().all(|busy| 0.0 < busy.before && busy.before <= busy.all),
+                    "{case}"
+                );
                 let parameters: usize = trained.iter().map(|trained| trained.parameters).sum();
                 assert_eq!(parameters, PIPELINE.settings.network().parameters());
                 let later: usize = trained[last..].iter().map(|trained| trained.parameters).sum();
@@ -807,7 +800,7 @@ mod tests {
         let check = |ranks, change: fn(&mut Pipeline)| {
             let mut pipeline = PIPELINE;
             change(&mut pipeline);
-            pipeline.check(ranks, 1438, LIMIT)
+            pipeline.check(ranks, 1438)
         };
         check(4, |_| ()).unwrap();
         let error = |ranks, change| check(ranks, change).unwrap_err().to_string();
@@ -815,7 +808,6 @@ mod tests {
         assert!(error(2, |pipeline| pipeline.microbatches = 5).contains("5 microbatches do not divide"));
         assert!(error(2, |pipeline| pipeline.microbatches = 0).contains("0 microbatches"));
         assert!(error(2, |pipeline| pipeline.settings.epochs = 0).contains("0 epochs"));
-        assert!(error(4, |pipeline| pipeline.stage_time_ms = 15_000).contains("set --timeout"));
     }
 
     /// All ranks end with the error, and none waits for the limit.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::asynchronous::Staleness;
 use crate::outcome::Outcome;
-use crate::pipeline::{Pipeline, Trained};
+use crate::pipeline::Trained;
 use crate::settings::Settings;
 
 /// Version of the members of the JSON output.
@@ -62,10 +62,10 @@ pub struct StageReport {
     pub layers: usize,
     /// Number of parameters of these layers.
     pub parameters: usize,
-    /// Outputs for the next rank. The formula is microbatch x width x 4 for each microbatch.
-    pub forward: Traffic,
-    /// Gradients for the rank before. The formula is the same one.
-    pub backward: Traffic,
+    /// Bytes of outputs for the next rank.
+    pub forward: u64,
+    /// Bytes of gradients for the rank before.
+    pub backward: u64,
     /// Bytes of parameters that the rank sent after epochs, for the loss and the result.
     pub collected: u64,
     /// Seconds in which the rank computed microbatches, by its own clock.
@@ -74,20 +74,15 @@ pub struct StageReport {
 
 impl StageReport {
     /// Returns the report of a rank.
-    pub fn new(pipeline: &Pipeline, trained: &Trained, rank: usize, ranks: usize) -> Self {
-        let formula = pipeline.formula(trained.batches);
-        let traffic = |bytes, sends: bool| Traffic {
-            bytes,
-            formula: if sends { formula } else { 0 },
-        };
+    pub fn new(trained: &Trained) -> Self {
         Self {
             first_layer: trained.layers.start,
             layers: trained.layers.len(),
             parameters: trained.parameters,
-            forward: traffic(trained.forward, rank + 1 < ranks),
-            backward: traffic(trained.backward, rank > 0),
+            forward: trained.forward,
+            backward: trained.backward,
             collected: trained.collected,
-            busy_seconds: trained.busy.as_secs_f64(),
+            busy_seconds: trained.busy.all,
         }
     }
 }
@@ -97,14 +92,12 @@ impl StageReport {
 pub struct PipelineReport {
     /// Microbatches of a batch.
     pub microbatches: usize,
-    /// Least milliseconds of the computation of a microbatch in one direction.
-    pub stage_time_ms: u64,
     /// Seconds of all batches without their updates, from the first action to the last one of rank 0, by its clock.
     pub batch_seconds: f64,
     /// The part of this time in which stages computed nothing, from 0 to 1: 1 - busy time of all ranks / (ranks x `batch_seconds`).
     pub bubble: f64,
-    /// The bubble by the formula: (p - 1) / (m + p - 1) for p ranks and m microbatches.
-    pub bubble_formula: f64,
+    /// The smallest part that is possible with these times of computations, if transfers take no time.
+    pub least_bubble: f64,
 }
 
 /// What a rank of a tensor-parallel training did.
@@ -250,14 +243,8 @@ pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
             let last = stage.first_layer + stage.layers - 1;
             writeln!(
                 out,
-                "  layers {} to {last}: {} parameters; forward {} bytes (formula {}), backward {} bytes (formula {}), busy {:.3} s",
-                stage.first_layer,
-                stage.parameters,
-                stage.forward.bytes,
-                stage.forward.formula,
-                stage.backward.bytes,
-                stage.backward.formula,
-                stage.busy_seconds
+                "  layers {} to {last}: {} parameters; forward {} bytes, backward {} bytes, busy {:.3} s",
+                stage.first_layer, stage.parameters, stage.forward, stage.backward, stage.busy_seconds
             )?;
         }
         if let Some(slice) = &rank.slice {
@@ -276,8 +263,8 @@ pub fn print(out: &mut dyn Write, report: &TrainingReport) -> io::Result<()> {
     if let Some(pipeline) = &report.pipeline {
         writeln!(
             out,
-            "bubble: {:.3} of {:.3} s; formula {:.3} for {} stages and {} microbatches",
-            pipeline.bubble, pipeline.batch_seconds, pipeline.bubble_formula, report.ranks, pipeline.microbatches
+            "bubble: {:.3} of {:.3} s; these computations of {} stages and {} microbatches allow {:.3}",
+            pipeline.bubble, pipeline.batch_seconds, report.ranks, pipeline.microbatches, pipeline.least_bubble
         )?;
     }
     if let Some(iteration) = report.resumed_at {

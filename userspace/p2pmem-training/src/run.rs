@@ -29,7 +29,7 @@ use crate::reference;
 use crate::report::{
     print, Mode, PipelineReport, RankReport, SliceReport, StageReport, Traffic, TrainingReport, SCHEMA,
 };
-use crate::schedule::{bubble, bubble_formula};
+use crate::schedule::{bubble, least_duration};
 use crate::slice::{self, Direction};
 use crate::state::Layout;
 use crate::synchronous::{Saving, Training};
@@ -248,13 +248,12 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
     let pipeline = Pipeline {
         settings: args.training.settings(),
         microbatches: args.microbatches as usize,
-        stage_time_ms: args.stage_time,
     };
     let digits = Digits::load();
     run(&args.rank, json, out, |group| {
         let (rank, ranks) = (group.rank(), group.ranks());
         agree(group, &serde_json::json!({ "pipeline": pipeline }), limit)?;
-        pipeline.check(ranks, digits.training.len(), limit)?;
+        pipeline.check(ranks, digits.training.len())?;
         let memory = Places::new(&pipeline, ranks).memory();
         let Connected {
             placement,
@@ -275,25 +274,24 @@ pub fn pipeline(args: &PipelineArgs, open_engine: OpenEngine<'_>, json: bool, ou
         let own = RankReport {
             engine: Some(engine.name().to_owned()),
             sent: trained.forward + trained.backward + trained.collected,
-            stage: Some(StageReport::new(&pipeline, &trained, rank, ranks)),
+            stage: Some(StageReport::new(&trained)),
             ..RankReport::new(group.name(rank), placement.nic.name(), provider)
         };
         // The connections stay until all ranks have ended.
         let rank_reports = group.exchange_values(&own, limit)?;
+        let stages = group.exchange_values(&trained.busy, limit)?;
         let Some(outcome) = trained.outcome else {
             return Ok(None);
         };
-        let stages = rank_reports.iter().filter_map(|rank| rank.stage.as_ref());
-        let busy: f64 = stages.map(|stage| stage.busy_seconds).sum();
+        let busy: f64 = stages.iter().map(|stage| stage.all).sum();
         let batch_seconds = trained.duration.as_secs_f64();
         Ok(Some(TrainingReport {
             updates: trained.batches,
             pipeline: Some(PipelineReport {
                 microbatches: pipeline.microbatches,
-                stage_time_ms: pipeline.stage_time_ms,
                 batch_seconds,
                 bubble: bubble(busy, ranks, batch_seconds),
-                bubble_formula: bubble_formula(ranks, pipeline.microbatches),
+                least_bubble: bubble(busy, ranks, least_duration(&stages)),
             }),
             seconds,
             rank_reports,

@@ -11,6 +11,7 @@ use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::script::Script;
 use p2pmem_vm::vm::tool;
+use serde::Serialize;
 use serde_json::Value;
 
 /// The nodes.
@@ -35,8 +36,55 @@ pub struct NicBytes {
     pub peer_read: u64,
     /// Payload that it received, and wrote to memory of devices.
     pub peer_written: u64,
-    /// Payload that it read from or wrote to host memory.
-    pub host: u64,
+    /// Payload that it read from host memory, and sent.
+    pub host_read: u64,
+    /// Payload that it received, and wrote to host memory.
+    pub host_written: u64,
+}
+
+impl NicBytes {
+    /// Returns the payload that it read from or wrote to host memory.
+    pub fn host(&self) -> u64 {
+        self.host_read + self.host_written
+    }
+}
+
+/// The largest part of payload that NICs may count in addition to the formula. Their counters have no headers; a NIC counts payload
+/// again that it sends again after a lost acknowledgement.
+const SENT_AGAIN: f64 = 0.02;
+
+/// Payload of a job, counted by the NICs of all its nodes, beside what the job has to move by a formula.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Moved {
+    /// Bytes that NICs read from memory of devices.
+    pub sent: u64,
+    /// Bytes that NICs wrote to memory of devices.
+    pub received: u64,
+    /// The bytes by the formula.
+    pub formula: u64,
+}
+
+impl Moved {
+    /// Adds what the NICs counted.
+    pub fn new(nics: &[NicBytes], formula: u64) -> Self {
+        Self {
+            sent: nics.iter().map(|nic| nic.peer_read).sum(),
+            received: nics.iter().map(|nic| nic.peer_written).sum(),
+            formula,
+        }
+    }
+
+    /// Returns what is wrong: a byte of the formula is missing in a direction, or there are more than [`SENT_AGAIN`] allows.
+    pub fn failure(&self) -> Option<String> {
+        let most = (self.formula as f64 * (1.0 + SENT_AGAIN)) as u64;
+        let is_right = |bytes: u64| (self.formula..=most).contains(&bytes);
+        (!is_right(self.sent) || !is_right(self.received)).then(|| {
+            format!(
+                "NICs sent {} and received {} bytes of payload, and {} by the formula",
+                self.sent, self.received, self.formula
+            )
+        })
+    }
 }
 
 impl Bed {
@@ -145,6 +193,40 @@ fn nic_bytes(payload: &Value) -> Result<NicBytes> {
     Ok(NicBytes {
         peer_read: counter("peer_read")?,
         peer_written: counter("peer_written")?,
-        host: counter("host_read")? + counter("host_written")?,
+        host_read: counter("host_read")?,
+        host_written: counter("host_written")?,
     })
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+
+    /// What NICs count if they move these bytes once.
+    pub(crate) fn moved(bytes: u64) -> Moved {
+        Moved {
+            sent: bytes,
+            received: bytes,
+            formula: bytes,
+        }
+    }
+
+    #[test]
+    fn payload_is_neither_less_nor_much_more_than_by_the_formula() {
+        let nic = |peer_read, peer_written| NicBytes {
+            peer_read,
+            peer_written,
+            ..NicBytes::default()
+        };
+        let failure = |nics: [NicBytes; 2]| Moved::new(&nics, 1000).failure();
+        assert_eq!(failure([nic(600, 400), nic(400, 600)]), None);
+        assert_eq!(failure([nic(620, 400), nic(400, 620)]), None);
+        for (sent, received) in [(999, 1000), (1000, 999), (1021, 1000), (1000, 1021), (0, 0)] {
+            let text = failure([nic(sent, 0), nic(0, received)]).unwrap();
+            assert_eq!(
+                text,
+                format!("NICs sent {sent} and received {received} bytes of payload, and 1000 by the formula")
+            );
+        }
+    }
 }

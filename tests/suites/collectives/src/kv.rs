@@ -13,7 +13,7 @@ use p2pmem_vm::demo::Table;
 use p2pmem_vm::qemu::utf8;
 use serde::{Deserialize, Serialize};
 
-use crate::bed::{Bed, programs};
+use crate::bed::{Bed, NicBytes, programs};
 
 /// The TCP port of the node that decodes.
 const PORT: u16 = 18532;
@@ -109,7 +109,7 @@ pub fn measure(bed: &mut Bed, clients: &Path) -> Result<Vec<Kv>> {
         let line = text.lines().find(|line| line.starts_with("{\"engine\""));
         let line = line.with_context(|| format!("no report in {text:?}"))?;
         let report = serde_json::from_str(line).with_context(|| line.to_owned())?;
-        let host = nics.iter().map(|nic| nic.host).sum();
+        let host = nics.iter().map(NicBytes::host).sum();
         rows.push(Kv::new(engine, path, &report, host).with_context(|| format!("{engine}, {path}"))?);
     }
     Ok(rows)

@@ -35,21 +35,15 @@ fn losses(training: &sgd::Sgd) -> Markup {
 pub fn page(report: &Report) -> String {
     let measured = |nodes: usize| -> Vec<&Cost> {
         let costs = report.cost.iter();
-        costs.filter(|cost| !cost.simulated && cost.nodes == nodes).collect()
+        costs.filter(|cost| cost.nodes == nodes).collect()
     };
-    let mut nodes: Vec<usize> = report
-        .cost
-        .iter()
-        .filter(|cost| !cost.simulated)
-        .map(|cost| cost.nodes)
-        .collect();
+    let mut nodes: Vec<usize> = report.cost.iter().map(|cost| cost.nodes).collect();
     nodes.dedup();
     let body = html! {
         @if !report.cost.is_empty() {
             h2 { "Allreduce: cost beside the formula" }
             p {
-                "Bytes are those of the busiest node in a call, counted by the NICs. Rows of nodes that were not measured are counted from the \
-                 schedules. The link carries " (format!("{:.1}", report.link_mib_per_s)) " MiB/s."
+                "Bytes are those of the busiest node in a call, counted by the NICs. The link carries " (format!("{:.1}", report.link_mib_per_s)) " MiB/s."
             }
             (page::table(&report.costs()))
         }
@@ -58,7 +52,7 @@ pub fn page(report: &Report) -> String {
             (chart(&measured(nodes), |cost| cost.bytes_measured, |bytes| format!("{:.2} MiB", bytes / f64::from(1 << 20))))
         }
         @if !report.baseline.is_empty() {
-            h2 { "MPI_Allreduce of Open MPI over UCX, on the same memory" }
+            h2 { "MPI_Allreduce of Open MPI over UCX, on the same memory, for comparison" }
             (page::table(&report.baselines()))
         }
         @if !report.sgd.is_empty() {

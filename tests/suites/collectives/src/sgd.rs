@@ -4,14 +4,15 @@
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_collectives::schedule::Algorithm;
-use p2pmem_training::digits::Digits;
+use p2pmem_training::digits::{Digits, LABELS, PIXELS};
 use p2pmem_training::reference;
 use p2pmem_training::report::{Mode, TrainingReport};
+use p2pmem_training::settings::Settings;
 use p2pmem_vm::demo::Table;
 use p2pmem_vm::vm::tool;
 use serde::Serialize;
 
-use crate::bed::{Bed, NicBytes};
+use crate::bed::{Bed, Moved, NicBytes};
 
 /// How the nodes train, and their number.
 const RUNS: [(&str, usize); 4] = [
@@ -47,8 +48,8 @@ pub struct Sgd {
     /// Whether losses and parameters have the bits of the same training on one processor; `None` with a parameter server, whose result
     /// depends on the order of arrival.
     pub equals_reference: Option<bool>,
-    /// Bytes that the ranks of a tensor-parallel training sent for activations and their gradients, and those by the formula.
-    pub activations: Option<[u64; 2]>,
+    /// Activations, their gradients, and parameters that the nodes of a tensor-parallel training sent.
+    pub moved: Option<Moved>,
     /// Bytes of host memory that the NIC of a node accessed for an update.
     pub host_bytes_per_update: f64,
 }
@@ -74,20 +75,12 @@ impl Sgd {
             Mode::Reference => anyhow::bail!("a reference is no training between nodes"),
         };
         let sent: u64 = nics.iter().map(|nic| nic.peer_read).sum();
-        let host: u64 = nics.iter().map(|nic| nic.host).sum();
+        let host: u64 = nics.iter().map(NicBytes::host).sum();
         ensure!(sent > 0, "no NIC read a byte of an accelerator");
-        let slices: Vec<_> = report
-            .rank_reports
-            .iter()
-            .filter_map(|rank| rank.slice.as_ref())
-            .collect();
-        let parts = || slices.iter().flat_map(|slice| [slice.forward, slice.backward]);
-        let activations = [
-            parts().map(|part| part.bytes).sum(),
-            parts().map(|part| part.formula).sum(),
-        ];
+        let moved = (report.mode == Mode::Tensor)
+            .then(|| Moved::new(nics, tensor_formula(&report.settings, report.ranks, report.updates)));
         Ok(Self {
-            activations: (!slices.is_empty()).then_some(activations),
+            moved,
             mode: report.mode,
             ranks: report.ranks,
             updates: report.updates,
@@ -172,11 +165,7 @@ pub fn judge(trainings: &[Sgd]) -> Vec<String> {
                 training.initial_loss
             ));
         }
-        if let Some([bytes, formula]) = training.activations.filter(|[bytes, formula]| bytes != formula) {
-            failures.push(format!(
-                "{what}: {bytes} bytes of activations, and {formula} by the formula"
-            ));
-        }
+        failures.extend(moved_failure(&what, training));
         if training.host_bytes_per_update > MOST_HOST_BYTES {
             failures.push(format!(
                 "{what}: {:.0} host bytes for an update",
@@ -188,6 +177,34 @@ pub fn judge(trainings: &[Sgd]) -> Vec<String> {
         failures.push("no training was compared with a reference".to_owned());
     }
     failures
+}
+
+/// Returns what is wrong with the payload of a training.
+fn moved_failure(what: &str, training: &Sgd) -> Option<String> {
+    let failure = match (training.mode, &training.moved) {
+        (Mode::Tensor, None) => Some("no payload was counted".to_owned()),
+        (_, moved) => moved.as_ref().and_then(Moved::failure),
+    };
+    failure.map(|failure| format!("{what}: {failure}"))
+}
+
+/// Returns the bytes that all nodes of a tensor-parallel training send, from the definition of the network. A ring adds N bytes of `ranks`
+/// nodes with 2 N (ranks - 1) sent bytes. After each epoch, each node sends its parameters to all others, in an area that fits the
+/// largest part.
+fn tensor_formula(settings: &Settings, ranks: usize, updates: u64) -> u64 {
+    let (hidden, others) = (settings.hidden, ranks as u64 - 1);
+    let pairs = settings.layers / 2;
+    // Of each sample: outputs of each pair, and the gradient at the inputs of each pair but the first.
+    let numbers = (pairs - 1) * hidden + LABELS + (pairs - 1) * hidden;
+    let sums = 2 * others * (4 * settings.batch * numbers) as u64;
+    let units = hidden.div_ceil(ranks);
+    let parameters = |pair: usize| {
+        let inputs = if pair == 0 { PIXELS } else { hidden };
+        let outputs = if pair + 1 == pairs { LABELS } else { hidden };
+        units * (inputs + 1) + (units + 1) * outputs
+    };
+    let area = (4 * (0..pairs).map(parameters).sum::<usize>()) as u64;
+    updates * sums + u64::from(settings.epochs) * others * ranks as u64 * area
 }
 
 /// Returns the trainings as a table.
@@ -220,6 +237,7 @@ pub fn table(trainings: &[Sgd]) -> Table {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
+    use crate::bed::tests::moved;
 
     /// A training that meets all aims.
     pub(crate) fn good() -> Sgd {
@@ -231,7 +249,7 @@ pub(crate) mod tests {
             losses: vec![1.0, 0.5],
             accuracy: 0.9,
             equals_reference: Some(true),
-            activations: None,
+            moved: None,
             host_bytes_per_update: 512.0,
         }
     }
@@ -254,7 +272,8 @@ pub(crate) mod tests {
         let nics = [NicBytes {
             peer_read: 100,
             peer_written: 0,
-            host: 28,
+            host_read: 28,
+            host_written: 0,
         }];
         let same = Sgd::new(report.clone(), &nics).unwrap();
         assert_eq!((same.equals_reference, same.host_bytes_per_update), (Some(true), 2.0));
@@ -262,6 +281,23 @@ pub(crate) mod tests {
         other.outcome.digest = "0".into();
         assert_eq!(Sgd::new(other, &nics).unwrap().equals_reference, Some(false));
         assert!(Sgd::new(report, &[NicBytes::default()]).is_err());
+    }
+
+    /// Five epochs of 14 batches. Each of both nodes sends N bytes for a sum of N bytes.
+    #[test]
+    fn the_formula_of_tensor_parallelism_counts_sums_and_parameters() {
+        let settings = Settings {
+            epochs: 5,
+            batch: 96,
+            rate: 0.5,
+            hidden: 32,
+            layers: 4,
+            seed: 1,
+        };
+        let sums = 2 * 70 * 4 * 96 * (32 + 10 + 32);
+        // 16 units of both hidden layers: weights and offsets of the units, weights of the second layers, and their offsets.
+        let parameters = (16 * 65 + 16 * 32 + 32) + (16 * 33 + 16 * 10 + 10);
+        assert_eq!(tensor_formula(&settings, 2, 70), sums + 5 * 2 * 4 * parameters);
     }
 
     #[test]
@@ -274,7 +310,13 @@ pub(crate) mod tests {
         assert!(failures(|_| {}).is_empty());
         assert!(failures(|training| training.equals_reference = Some(false))[0].contains("bits of the reference"));
         assert!(failures(|training| training.losses = vec![0.6])[0].contains("0.600 at the end"));
-        assert!(failures(|training| training.activations = Some([1, 2]))[0].contains("1 bytes of activations, and 2"));
+        assert!(
+            failures(|training| {
+                training.moved = Some(Moved { sent: 99, ..moved(100) });
+            })[0]
+                .contains("NICs sent 99 and received 100 bytes of payload, and 100 by the formula")
+        );
+        assert!(failures(|training| training.mode = Mode::Tensor)[0].contains("no payload was counted"));
         assert!(failures(|training| training.losses.clear())[0].contains("2.300 at the end"));
         assert!(failures(|training| training.host_bytes_per_update = 9640.0)[0].contains("9640 host bytes"));
         assert_eq!(

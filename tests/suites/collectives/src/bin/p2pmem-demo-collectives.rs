@@ -9,10 +9,8 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use p2pmem_collectives::cost;
-use p2pmem_collectives::element::{Element, Reduction};
 use p2pmem_collectives::report::RunReport;
-use p2pmem_collectives::schedule::{Algorithm, Call, Collective, Plan, Ring};
+use p2pmem_collectives::schedule::Algorithm;
 use p2pmem_collectives_suite::bed::{Bed, NicBytes};
 use p2pmem_collectives_suite::page::page;
 use p2pmem_collectives_suite::report::{Baseline, Cost, Report};
@@ -22,15 +20,14 @@ use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::vm::tool;
 
-/// Bytes of the payload of a node: whole elements for each of 2, 3, 4, and 8 segments.
+/// Bytes of the payload of a node: whole elements for each of 2, 3, and 4 segments.
 const PAYLOAD: u64 = 3 << 20;
 /// Bytes of a piece.
 const CHUNK: u64 = 32 << 10;
 /// Calls that are measured, after one that is not.
 const CALLS: u32 = 3;
-/// Numbers of nodes that are measured, and that is simulated.
+/// Numbers of nodes.
 const NODES: [usize; 3] = [2, 3, 4];
-const SIMULATED: usize = 8;
 /// Bytes of the messages that measure the link.
 const LINK_PAYLOAD: u64 = 8 << 20;
 
@@ -84,7 +81,7 @@ fn measure(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
     slurm_jobs(bed, report, clients)
 }
 
-/// Measures and counts the cost of each allreduce algorithm.
+/// Measures the cost of each allreduce algorithm.
 fn costs(bed: &mut Bed, report: &mut Report) -> Result<()> {
     let program = tool("p2pmem-collectives-accel")?;
     // A broadcast to one node is traffic in one direction: the rate of the link.
@@ -94,7 +91,7 @@ fn costs(bed: &mut Bed, report: &mut Report) -> Result<()> {
         2,
         &format!("--collective broadcast --size {LINK_PAYLOAD}"),
     )?;
-    let link_rate = LINK_PAYLOAD as f64 / (link.shortest_us / 1e6);
+    let link_rate = LINK_PAYLOAD as f64 / (link.time_us / 1e6);
     report.link_mib_per_s = link_rate / f64::from(1 << 20);
     let _step = Step::begin(&format!(
         "2. Allreduce of f32 in accelerators, {} KiB on each node; the link carries {:.1} MiB/s",
@@ -108,13 +105,8 @@ fn costs(bed: &mut Bed, report: &mut Report) -> Result<()> {
             report.cost.push(Cost::measured(&run, &nics, CALLS + 1, link_rate));
         }
     }
-    for algorithm in Algorithm::ALL {
-        report.cost.push(simulate(algorithm)?);
-    }
     print(&report.costs());
-    println!(
-        "   Bytes are those of the busiest node in a call; rows of {SIMULATED} nodes are counted from the schedules."
-    );
+    println!("   Bytes are those of the busiest node in a call.");
     Ok(())
 }
 
@@ -139,13 +131,18 @@ fn open_mpi(bed: &mut Bed, report: &mut Report, clients: &Path) -> Result<()> {
             .iter()
             .find(|cost| cost.nodes == nodes && cost.algorithm == "ring");
         let ring = ring.context("no ring")?.time_ms;
-        let host: u64 = nics.iter().map(|nic| nic.host).sum();
-        let payload = PAYLOAD * nodes as u64 * u64::from(CALLS + 1);
+        let host: u64 = nics.iter().map(NicBytes::host).sum();
+        let peer: u64 = nics.iter().map(|nic| nic.peer_read).sum();
+        let host_read: u64 = nics.iter().map(|nic| nic.host_read).sum();
+        let calls = u64::from(CALLS + 1);
+        let payload = PAYLOAD * nodes as u64 * calls;
         let baseline = Baseline {
             nodes,
             bytes: PAYLOAD,
             time_ms,
             ratio_to_ring: time_ms / ring,
+            sent: peer + host_read,
+            least_sent: 2 * (nodes as u64 - 1) * PAYLOAD * calls,
             host_bytes_per_byte: host as f64 / payload as f64,
         };
         println!(
@@ -190,27 +187,6 @@ fn collective(bed: &mut Bed, program: &str, nodes: usize, options: &str) -> Resu
     let (text, nics) = bed.run(nodes, &command)?;
     let report = serde_json::from_str(&text).with_context(|| format!("the report of {command}: {text}"))?;
     Ok((report, nics))
-}
-
-fn simulate(algorithm: Algorithm) -> Result<Cost> {
-    let call = Call {
-        collective: Collective::Allreduce(algorithm),
-        element: Element::F32,
-        reduction: Reduction::Sum,
-        at: 0,
-        bytes: PAYLOAD,
-        root: 0,
-    };
-    let plan = Plan::new(call, Ring::by_rank(SIMULATED), CHUNK).map_err(anyhow::Error::msg)?;
-    let counted = cost::count(&plan);
-    let formula = cost::formula(call.collective, SIMULATED, PAYLOAD);
-    Ok(Cost::simulated(
-        algorithm.name(),
-        SIMULATED,
-        PAYLOAD,
-        &counted,
-        &formula,
-    ))
 }
 
 fn print(table: &Table) {
