@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! What a collective call costs: rounds, bytes at each node, and fan-in; counted from the schedules of all ranks, and by the
-//! formulas of the literature.
+//! What a collective call costs by the formulas of the literature: rounds, bytes at each node, and fan-in. Tests count the same from the
+//! schedules of all ranks.
 
 use serde::{Deserialize, Serialize};
 
-use crate::schedule::{Algorithm, Collective, Plan, Step};
+use crate::schedule::{Algorithm, Collective};
+#[cfg(test)]
+use crate::schedule::{Plan, Step};
 
 /// The cost of a call. Bytes are those of the payload, without headers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -39,7 +41,8 @@ impl Cost {
 }
 
 /// Counts the cost of a call from the schedules of its ranks.
-pub fn count(plan: &Plan) -> Cost {
+#[cfg(test)]
+pub(crate) fn count(plan: &Plan) -> Cost {
     let ranks = plan.ring().ranks();
     // By round and rank: bytes sent, bytes received, and whether a rank receives from another one.
     let mut rounds: Vec<Vec<Traffic>> = Vec::new();
@@ -75,6 +78,7 @@ pub fn count(plan: &Plan) -> Cost {
     }
 }
 
+#[cfg(test)]
 #[derive(Default)]
 struct Traffic {
     sent: u64,
