@@ -22,7 +22,8 @@ pub const SPLIT: [&str; 2] = ["cpu", "accelerator"];
 /// Finite numbers above 0.
 const POSITIVE: RangeInclusive<f64> = f64::MIN_POSITIVE..=f64::MAX;
 /// The link's rate relative to the topology's, and RDMA between two memories relative to the link's rate. A larger number shows that
-/// the link's rate was measured wrong, or that the link has another rate.
+/// the link's rate was measured wrong, or that the link has another rate. Programs measure rates by the clock of their guest: 0.13 was seen
+/// with guests whose clocks were 7.6 times too fast.
 const LINK: RangeInclusive<f64> = 0.9..=1.1;
 /// Copied modes may be slower than the link, but not faster.
 const AT_MOST_LINK: RangeInclusive<f64> = f64::MIN_POSITIVE..=1.1;
@@ -51,9 +52,9 @@ const COPIES_COST: RangeInclusive<f64> = 1.0..=2.0;
 /// The part of a two-sided call's instructions up to which those of a one-sided call are 0: now and then, the server's process looks for
 /// messages on the connection to the client.
 const NO_INSTRUCTIONS: f64 = 0.01;
-/// The time of the NICs' steps, by their clock, relative to the latency, by the client's clock. What is left is the processor's: more than
-/// all of it, or almost nothing, shows that a clock or a step is wrong.
-const NICS_PART: RangeInclusive<f64> = 0.1..=1.0;
+/// The time of the NICs' steps, by their clock, relative to the latency, by the client's clock. More than all of it, or a small part, shows that
+/// a clock or a step is wrong. 0.36 to 0.5 was seen, and 0.11 with guests whose clocks were 7.6 times too fast.
+const NICS_PART: RangeInclusive<f64> = 0.2..=1.0;
 /// Number of pairs of the four kinds of memory.
 const ALL_PAIRS: usize = 16;
 /// All modes.

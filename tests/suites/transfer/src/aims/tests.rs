@@ -363,7 +363,7 @@ fn parts_of_a_write_are_times_within_its_latency() {
     misses("wire: inf", change(|one| one.terms[3].us = f64::INFINITY));
     misses("residual: post and poll: -1.0", change(|one| one.terms[7].us = -1.0));
     misses("the NICs' part of the latency: 1.01", change(|one| one.nics_us = 101.0));
-    misses("the NICs' part of the latency: 0.01", change(|one| one.nics_us = 1.0));
+    misses("the NICs' part of the latency: 0.11", change(|one| one.nics_us = 11.0));
     let mut report = good();
     report.decomposition[0].terms[7].us = 0.0;
     assert!(missed(&report).is_empty());
