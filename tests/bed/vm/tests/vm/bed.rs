@@ -155,6 +155,11 @@ impl Log {
         Err(Failed::from("did not start: the time for tests was over"))
     }
 
+    /// Returns the names of the tests that did not start.
+    pub fn without_time(&self) -> Vec<String> {
+        self.results().not_started.clone()
+    }
+
     /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests, unless
     /// [`MOST_AGAIN`] tests have run again. `own` is its name without the kernel.
     pub fn test(&self, name: &str, own: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<(), Failed> {

@@ -153,7 +153,7 @@ fn run_tests(mut arguments: Arguments) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let names = report_names(is_debug);
-    clients::write(&reports, &said, names.clients)?;
+    clients::write(&reports, &said, &bed, names.clients, &log.without_time())?;
     hardening::write(names.hardening)?;
     Ok(match log.end(names.tests)? {
         false => conclusion.exit_code(),
