@@ -267,7 +267,7 @@ impl Group {
         answers.collect()
     }
 
-    /// Runs this rank's part of the job, and then [leaves](Self::leave) the group. If either fails, all ranks learn why, `print` gets the error,
+    /// Runs this rank's part of the job, and then calls [`Self::leave()`]. If either fails, all ranks learn why, `print` gets the error,
     /// and this rank waits for a short time until the others have printed it, too: a launcher kills all ranks when the first one ends
     /// with an error. Returns `None` after an error.
     pub fn run<T>(

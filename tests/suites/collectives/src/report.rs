@@ -79,7 +79,7 @@ impl Cost {
     }
 }
 
-/// `MPI_Allreduce` of Open MPI over UCX, on the same memory, for comparison. Times are not judged; that NICs moved the payload is.
+/// `MPI_Allreduce` of Open MPI over UCX, on the same memory, for comparison. Times have no aim; the demo checks that NICs moved the payload.
 #[derive(Debug, Clone, Serialize)]
 pub struct Baseline {
     /// Number of nodes.

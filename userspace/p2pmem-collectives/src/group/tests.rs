@@ -686,7 +686,7 @@ fn a_failed_rank_prints_before_others_end() {
 }
 
 #[test]
-fn a_part_that_succeeds_leaves_the_group() {
+fn a_part_that_succeeds_ends_the_membership() {
     let results = each_rank(3, |group| {
         let own = vec![group.rank() as u8];
         let part = |group: &Group| group.exchange(&own, LIMIT);
