@@ -292,7 +292,7 @@ pub(super) fn formula(drawing: &mut Drawing, paths: &[PathCost]) {
         .iter()
         .map(|path| {
             let parts = vec![
-                ("copied by the program", path.copied_by_program),
+                ("copied by the program", path.copied_by_program.unwrap_or(0.0)),
                 ("copied by the kernel", path.copied_by_kernel),
                 ("through a root complex", path.root_complex),
             ];

@@ -153,7 +153,8 @@ pub(super) struct Term {
 #[derive(Debug, Deserialize)]
 pub(super) struct PathCost {
     pub(super) name: String,
-    pub(super) copied_by_program: f64,
+    /// `None` over TCP: the kernel copies from and to the memory.
+    pub(super) copied_by_program: Option<f64>,
     pub(super) copied_by_kernel: f64,
     pub(super) root_complex: f64,
 }

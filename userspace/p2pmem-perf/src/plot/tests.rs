@@ -71,7 +71,7 @@ fn rpc_report() -> Value {
             path("p2pmem", &[("switch", 61.0)]),
         ],
         "formula": [
-            {"name": "sockets", "copied_by_program": 0.0, "copied_by_kernel": 2.25, "root_complex": 4.5, "instructions": 1.0},
+            {"name": "sockets", "copied_by_program": null, "copied_by_kernel": 2.25, "root_complex": 4.5, "instructions": 1.0},
             {"name": "direct", "copied_by_program": 0.0, "copied_by_kernel": 0.0, "root_complex": 0.0, "instructions": 0.1},
         ],
         "multi_port": {"single_mib_per_s": 12.0, "one_process_mib_per_s": 23.0, "two_processes_mib_per_s": 24.0},
