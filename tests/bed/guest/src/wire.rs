@@ -208,7 +208,10 @@ pub enum ToHost {
         release: String,
     },
     /// The guest is set up.
-    Ready,
+    Ready {
+        /// Seconds since the kernel started, by the guest's clock.
+        uptime: f64,
+    },
     /// The set-up failed.
     Failed {
         /// Why.

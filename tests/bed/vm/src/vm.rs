@@ -259,14 +259,15 @@ impl Vm {
             boot_time: Duration::ZERO,
             _dir: dir,
         };
-        vm.set_up(network, deadline, boot_limit)
+        vm.set_up(network, start, boot_limit)
             .with_context(|| format!("topology {}: the guest did not come up", topology.name))?;
         vm.boot_time = start.elapsed();
         Ok(vm)
     }
 
-    fn set_up(&mut self, network: Option<Network>, deadline: Instant, boot_limit: Duration) -> Result<()> {
+    fn set_up(&mut self, network: Option<Network>, start: Instant, boot_limit: Duration) -> Result<()> {
         let mut network = network;
+        let deadline = start + boot_limit;
         loop {
             let message = match self.next(deadline) {
                 Ok(Frame {
@@ -300,7 +301,9 @@ impl Vm {
                     };
                     wire::write_control(&mut self.port, &setup)?;
                 }
-                ToHost::Ready => return Ok(()),
+                // Instructions are no time.
+                ToHost::Ready { .. } if self.topology.machine.count_instructions => return Ok(()),
+                ToHost::Ready { uptime } => return check_clock(uptime, start.elapsed()),
                 ToHost::Failed { error } => {
                     let why = Overrun::from_text(format!("{error}\n{}", self.log_tail()));
                     return Err(why.context("the guest's init"));
@@ -544,6 +547,22 @@ pub fn folder() -> Result<tempfile::TempDir> {
     Ok(tempfile::Builder::new().prefix("p2pmem-vm-").tempdir()?)
 }
 
+/// Checks that a guest's clock is not too fast. When a guest boots, its kernel counts the ticks of the processor during some ms of another
+/// clock. If the host does not run QEMU in these ms, the kernel expects too few ticks in a second, and all of its times are too long.
+///
+/// # Errors
+///
+/// An [`Overrun`], as the next boot has another clock.
+fn check_clock(uptime: f64, elapsed: Duration) -> Result<()> {
+    let elapsed = elapsed.as_secs_f64();
+    if uptime > elapsed + 1.0 {
+        bail!(Overrun(format!(
+            "the guest's clock is wrong: it runs for {uptime:.1} s, and its machine for {elapsed:.1} s"
+        )));
+    }
+    Ok(())
+}
+
 /// Returns the time limit of a boot.
 fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
     let counting = if topology.machine.count_instructions {
@@ -557,4 +576,18 @@ fn boot_limit(topology: &Topology, kernel: &Kernel) -> Duration {
 /// Returns the folder of the test bed's topology files, relative to this crate's sources.
 pub fn topologies() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_is_too_fast_is_an_overrun() {
+        let elapsed = Duration::from_secs(4);
+        for uptime in [0.5, 3.9, 4.9] {
+            check_clock(uptime, elapsed).unwrap();
+        }
+        assert!(Overrun::is(&check_clock(22.8, elapsed).unwrap_err()));
+    }
 }

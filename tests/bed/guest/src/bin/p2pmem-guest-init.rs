@@ -145,7 +145,7 @@ fn run() -> Result<()> {
                         return Err(e);
                     }
                 }
-                port.control(&ToHost::Ready);
+                port.control(&ToHost::Ready { uptime: uptime()? });
             }
             ToGuest::Exec {
                 id,
@@ -176,6 +176,13 @@ fn run() -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// Returns the seconds since the kernel started.
+fn uptime() -> Result<f64> {
+    let text = fs::read_to_string("/proc/uptime")?;
+    let seconds = text.split(' ').next().unwrap_or_default();
+    seconds.parse().with_context(|| format!("/proc/uptime: {text}"))
 }
 
 /// Kills a command, if it is the running one.
