@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::{Failed, Trial};
@@ -337,7 +337,7 @@ impl Bed {
         let (lane, place) = (self.lane(topology), self.lanes.place());
         Some(Trial::test(name.clone(), move || {
             let permit = own.lanes.wait_for(place, &lane);
-            let outcome = if own.lanes.is_over(Duration::ZERO) {
+            let outcome = if own.lanes.is_over() {
                 own.log.not_started(&name)
             } else {
                 own.log.test(&name, &own_name, run)

@@ -21,9 +21,6 @@ use crate::bed::Log;
 /// The largest number of lanes that run at the same time. Each has one or two machines of some gigabytes.
 const MOST: usize = 4;
 
-/// How long a test that shares no guests may take: it builds packages, or boots many machines.
-const ALONE_TAKES: Duration = Duration::from_secs(600);
-
 /// The environment variable with the time from which on tests do not start, and fail: in seconds since 1970. Without it, all tests
 /// start.
 const UNTIL: &str = "P2PMEM_TESTS_UNTIL";
@@ -126,16 +123,16 @@ impl Lanes {
         let (lanes, place, log) = (self.clone(), self.place(), log.clone());
         Some(Trial::test(name, move || {
             let _permit = lanes.wait_for(place, &(name, String::new()));
-            if lanes.is_over(ALONE_TAKES) {
+            if lanes.is_over() {
                 return log.not_started(name);
             }
             log.test(name, name, |_| run())
         }))
     }
 
-    /// Returns whether a test that takes that long must not start any more.
-    pub fn is_over(&self, takes: Duration) -> bool {
-        self.0.until.is_some_and(|until| SystemTime::now() + takes >= until)
+    /// Returns whether tests must not start any more.
+    pub fn is_over(&self) -> bool {
+        self.0.until.is_some_and(|until| SystemTime::now() >= until)
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
