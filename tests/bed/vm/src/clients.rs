@@ -409,11 +409,11 @@ impl Client {
         let expected = &self.expected;
         let output = client.map(output).unwrap_or_default();
         if client.is_none_or(|client| client.status != (Status::Exited { code: expected.exit })) {
-            wrong.push(last_words(&output));
+            wrong.push(last_words(&output, 4));
         }
         for pattern in &expected.says {
             if !Regex::new(pattern).is_ok_and(|regex| regex.is_match(&output)) {
-                wrong.push(format!("it does not say {pattern:?}: {}", last_words(&output)));
+                wrong.push(format!("it does not say {pattern:?}: {}", last_words(&output, 40)));
             }
         }
         let bad_end = |server: &&Outcome| expected.server_ends && server.status != (Status::Exited { code: 0 });
@@ -421,7 +421,7 @@ impl Client {
             wrong.push(format!(
                 "the server: {}; {}",
                 end(server),
-                last_words(&self::output(server))
+                last_words(&self::output(server), 4)
             ));
         }
         let logs = [server, client].into_iter().flatten();
@@ -525,10 +525,10 @@ fn output(outcome: &Outcome) -> String {
     text(&outcome.stdout) + &text(&outcome.stderr)
 }
 
-/// Returns the last lines of an output that are not empty, as one line.
-fn last_words(output: &str) -> String {
+/// Returns at most `most` lines from the end of an output, without empty ones, as one line.
+fn last_words(output: &str, most: usize) -> String {
     let lines = output.lines().rev().map(str::trim).filter(|line| !line.is_empty());
-    let mut last: Vec<&str> = lines.take(4).collect();
+    let mut last: Vec<&str> = lines.take(most).collect();
     last.reverse();
     last.join(" | ")
 }

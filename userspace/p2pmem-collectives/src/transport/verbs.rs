@@ -202,6 +202,9 @@ impl Verbs {
         let peer = self.peers.get_mut(rank).and_then(Option::as_mut);
         let peer = peer.context("a completion of an unknown queue pair")?;
         if let Some(failure) = completion.failure {
+            // Mappings end before registrations do. The completion may say only that the queue pair was flushed.
+            let read = self.memory.span().try_read(0, &mut [0]);
+            read.context("this rank's memory was revoked: was its provider unpublished, or its device removed?")?;
             let what = if completion.id & RECEIVE == 0 { "to" } else { "from" };
             bail!("the connection {what} {} has failed: {failure}", peer.name);
         }
