@@ -2,8 +2,8 @@
 
 //! The events of an open file: their queue, and who waits for them.
 //!
-//! Context: process context, may sleep. [`Events`] has a mutex for each of its parts. While one is held, no lock is taken but
-//! that of the wait queue, and no memory is allocated. Both may be taken with a dma-buf's reservation locked.
+//! Context: process context, may sleep. While the queue's mutex is held, no lock is taken and no memory is allocated: it may be taken
+//! with a dma-buf's reservation locked, also during memory reclaim.
 //!
 //! C header: `include/uapi/linux/p2pmem.h` (`struct p2pmem_event`)
 
@@ -19,7 +19,7 @@ use core::mem::size_of;
 use kernel::{
     new_condvar, new_mutex,
     prelude::*,
-    sync::{poll::PollCondVar, Arc, CondVar, Mutex},
+    sync::{poll::PollCondVar, Arc, CondVar, Mutex, SetOnce},
 };
 
 /// Capacity of a queue, in events.
@@ -34,8 +34,7 @@ pub(super) struct Events {
     #[pin]
     pub(super) readable: CondVar,
     /// Where pollers wait, made by the first poll: freeing it takes an RCU grace period, which a file without pollers avoids.
-    #[pin]
-    pub(super) polled: Mutex<Option<Pin<KBox<PollCondVar>>>>,
+    pub(super) polled: SetOnce<Pin<KBox<PollCondVar>>>,
 }
 
 impl Events {
@@ -45,7 +44,7 @@ impl Events {
             pin_init!(Self {
                 queue <- new_mutex!(EventQueue::new()),
                 readable <- new_condvar!("p2pmem_events"),
-                polled <- new_mutex!(None),
+                polled: SetOnce::new(),
             }),
             GFP_KERNEL_ACCOUNT,
         )
@@ -69,7 +68,7 @@ impl Events {
     /// Wakes readers and pollers.
     pub(super) fn wake(&self) {
         self.readable.notify_all();
-        if let Some(polled) = &*self.polled.lock() {
+        if let Some(polled) = self.polled.as_ref() {
             polled.notify_all();
         }
     }

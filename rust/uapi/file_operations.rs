@@ -91,22 +91,20 @@ impl chrdev::Operations for File {
     }
 
     fn poll(this: ArcBorrow<'_, Self>, file: &KernelFile, table: PollTable<'_>) -> u32 {
-        if this.events.polled.lock().is_none() {
-            // Not with `polled` locked: events of attachments take it, and exporters cause them during memory reclaim.
-            let mut new = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT).ok();
-            let mut polled = this.events.polled.lock();
-            if polled.is_none() {
-                *polled = new.take();
+        let polled = &this.events.polled;
+        if polled.as_ref().is_none() {
+            if let Ok(new) = KBox::pin_init(kernel::new_poll_condvar!("p2pmem_poll"), GFP_KERNEL_ACCOUNT) {
+                // Of two first polls, one sets it.
+                polled.populate(new);
             }
-            drop(polled);
         }
-        let polled = this.events.polled.lock();
-        let Some(waiting) = &*polled else {
-            // Without memory for the wait queue, poll reports the file as readable, and a read returns the state.
+        let Some(waiting) = polled.as_ref() else {
+            // Without memory for the wait queue, or while another first poll sets it, poll reports the file as readable, and a read
+            // returns the state.
             return READABLE;
         };
+        // Allocates memory, so no lock is held that an event takes.
         table.register_wait(file, waiting);
-        drop(polled);
         if this.events.queue.lock().is_empty() {
             0
         } else {

@@ -12,6 +12,8 @@
  *   attach FD DEVICE static                  attach with dma_buf_attach(), without peer-to-peer DMA and invalidations
  *   pin | unpin | map | unmap | detach       call the dma-buf function of that name
  *   fence | signal                           add a fence to the dma-buf, as for DMA in progress, and signal it
+ *   invalidate FD                            invalidate all importers' mappings, as an exporter does that is called to
+ *                                            reclaim memory
  *
  * A read returns the state, as lines of a word and numbers. Closing the file detaches the importer.
  */
@@ -25,6 +27,7 @@
 #include <linux/mutex.h>
 #include <linux/pci.h>
 #include <linux/scatterlist.h>
+#include <linux/sched/mm.h>
 #include <linux/slab.h>
 #include <linux/string.h>
 #include <linux/uaccess.h>
@@ -219,6 +222,27 @@ static void detach(struct importer *im)
 	im->pdev = NULL;
 }
 
+static int invalidate_in_reclaim(char *words)
+{
+	struct dma_buf *dma_buf;
+	int fd, ret;
+
+	ret = kstrtoint(words ?: "", 10, &fd);
+	if (ret)
+		return ret;
+	dma_buf = dma_buf_get(fd);
+	if (IS_ERR(dma_buf))
+		return PTR_ERR(dma_buf);
+	dma_resv_lock(dma_buf->resv, NULL);
+	/* Lockdep then reports locks of importers that are held elsewhere while memory is allocated. */
+	fs_reclaim_acquire(GFP_KERNEL);
+	dma_buf_invalidate_mappings(dma_buf);
+	fs_reclaim_release(GFP_KERNEL);
+	dma_resv_unlock(dma_buf->resv);
+	dma_buf_put(dma_buf);
+	return 0;
+}
+
 static int command(struct importer *im, char *words)
 {
 	char *word = strsep(&words, " ");
@@ -226,6 +250,8 @@ static int command(struct importer *im, char *words)
 
 	if (!strcmp(word, "attach"))
 		return attach(im, words);
+	if (!strcmp(word, "invalidate"))
+		return invalidate_in_reclaim(words);
 	if (!im->dma_buf)
 		return -ENOTCONN;
 	if (!strcmp(word, "detach")) {

@@ -4,7 +4,7 @@
 //! unbound, and several of these at once. No write of the accelerator reaches the NIC afterwards.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -12,11 +12,13 @@ use std::thread;
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_accel_regs::driver::{Accel, Error};
 use p2pmem_sys as abi;
+use rustix::event::epoll;
 
 use super::attach::{
     Doorbell, PAGE, Ringer, arrives, attach, detach, is_kept_out, listing, none_attached, query, rung,
 };
 use super::busy::{at_once, contended};
+use super::dmabuf::Importer;
 use super::inflight::until;
 use super::life::{Part, ready};
 use super::{Bed, Case, errno, expect, explain_last, open, write};
@@ -58,6 +60,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "nic",
         ruins: false,
         run: nic_unbound,
+    },
+    Case {
+        name: "attach-reclaim",
+        about: "the exporter can take its memory back to reclaim memory: no lock for that is held while memory is allocated",
+        topology: "nic",
+        ruins: false,
+        run: reclaim,
     },
     Case {
         name: "attach-race",
@@ -312,6 +321,26 @@ fn removed(bed: &mut Bed) -> Result<()> {
     }
     ensure!(!accel.dma_enabled()?);
     Ok(())
+}
+
+fn reclaim(bed: &mut Bed) -> Result<()> {
+    let row = bed.provider("accel0")?;
+    let host = sys::host_dma_buf(PAGE)?;
+    let file = open()?;
+    // The kernel allocates memory while it adds the file.
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    epoll::add(&epoll, &file, epoll::EventData::new_u64(0), epoll::EventFlags::IN)?;
+    let attached = attach(file.as_fd(), row.id, &host, 0).map_err(errno)?;
+    let importer = Importer::new()?;
+    importer
+        .say(&format!("invalidate {}", host.as_raw_fd()))
+        .map_err(errno)?;
+    event(
+        file.as_fd(),
+        abi::P2PMEM_EVENT_ATTACHMENT_REVOKED,
+        attached.answer.handle,
+    )?;
+    detach(file.as_fd(), attached.answer.handle).map_err(errno)
 }
 
 fn nic_unbound(bed: &mut Bed) -> Result<()> {
