@@ -18,6 +18,10 @@ use crate::{
             self,
             consts, //
         },
+        dmem::{
+            Region,
+            Regions, //
+        },
         global,
         log::capable_admin,
         pci::Function,
@@ -92,6 +96,8 @@ pub(crate) struct Orchestrator {
     #[pin]
     registry: Mutex<Registry>,
     #[pin]
+    regions: Mutex<Regions>,
+    #[pin]
     snapshots: Mutex<SnapshotCache>,
     #[pin]
     files: Mutex<RBTree<u64, Arc<dyn OpenFile>>>,
@@ -121,6 +127,7 @@ impl Orchestrator {
                     lost: KVec::new(),
                     asleep: false,
                 }),
+                regions <- new_mutex!(Regions::NONE),
                 snapshots <- new_mutex!(SnapshotCache::new()),
                 files <- new_mutex!(RBTree::new()),
             }),
@@ -131,6 +138,11 @@ impl Orchestrator {
     /// Returns the address space of all user mappings of the module.
     pub(crate) fn space(&self) -> &AddressSpace<Buffer> {
         &self.space
+    }
+
+    /// Returns the region of a function's memory for the dmem cgroup. Errors: `ENOMEM`.
+    pub(crate) fn region(&self, function: &Function, size: u64) -> Result<Arc<Region>> {
+        self.regions.lock().of(function, size)
     }
 
     pub(crate) fn rules(&self) -> &Arc<Rules> {

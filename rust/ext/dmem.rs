@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The dmem cgroup controller: a region for each provider's memory, and charges to the current task's cgroup.
+//! The dmem cgroup controller: a region for the memory of each function, and charges to the current task's cgroup.
 //!
 //! Without the controller in the kernel, regions exist but charges do nothing ([`Region::COUNTS`]). All functions may
 //! sleep, in process context; they take no locks of p2pmem.
@@ -8,6 +8,7 @@
 //! C header: [`include/linux/cgroup_dmem.h`](srctree/include/linux/cgroup_dmem.h)
 
 use crate::{
+    ext::pci::Function,
     policy::path::PciAddr,
     sys, //
 };
@@ -15,8 +16,32 @@ use core::ptr;
 use kernel::{
     error::{from_err_ptr, to_result},
     ffi,
-    prelude::*, //
+    prelude::*,
+    sync::Arc, //
 };
+
+/// The regions of functions. A region stays when its provider is removed, because administrators set limits on the region.
+pub(crate) struct Regions(KVec<(Function, u64, Arc<Region>)>);
+
+impl Regions {
+    pub(crate) const NONE: Self = Self(KVec::new());
+
+    /// Returns the region of a function of whose memory `size` bytes are published. Forgets the regions of functions that were removed
+    /// from the machine. Errors: `ENOMEM`.
+    pub(crate) fn of(&mut self, function: &Function, size: u64) -> Result<Arc<Region>> {
+        let stays = |(of, bytes, _): &(Function, u64, Arc<Region>)| match of.same(function) {
+            true => *bytes == size,
+            false => Function::find(of.address()).is_some_and(|found| found.same(of)),
+        };
+        self.0.retain(|known| stays(known));
+        if let Some((.., region)) = self.0.iter().find(|(of, ..)| of.same(function)) {
+            return Ok(region.clone());
+        }
+        let region = Arc::new(Region::new(size, function.address())?, GFP_KERNEL)?;
+        self.0.push((function.clone(), size, region.clone()), GFP_KERNEL)?;
+        Ok(region)
+    }
+}
 
 /// A region of device memory, named `p2pmem/` and the PCI address of the function.
 ///
@@ -37,7 +62,7 @@ impl Region {
     pub(crate) const COUNTS: bool = cfg!(CONFIG_CGROUP_DMEM);
 
     /// Registers a region of `size` bytes for the function at `addr`. Errors: `ENOMEM`.
-    pub(crate) fn new(size: u64, addr: PciAddr) -> Result<Self> {
+    fn new(size: u64, addr: PciAddr) -> Result<Self> {
         let PciAddr { domain, bus, devfn } = addr;
         // SAFETY: The function takes no pointers.
         let region = from_err_ptr(unsafe { sys::p2pmem_dmem_region(size, domain, bus, devfn) })?;

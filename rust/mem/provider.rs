@@ -101,8 +101,6 @@ enum Source {
 struct Inner<B> {
     /// `None` once the removal has begun.
     source: Option<Source>,
-    /// The region that the dmem cgroup charges for; `None` together with `source`.
-    region: Option<Arc<Region>>,
     /// Number of [`Memory`] objects that are neither free nor on a list: those of live buffers, of allocations and of the scrubber.
     outstanding: u32,
     /// Live buffers by number.
@@ -172,6 +170,8 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     pub(crate) counters: Counters,
     /// The driver that registered the memory, which is notified when the memory is revoked.
     publisher: Option<Arc<RevokeCallback>>,
+    /// What the dmem cgroup charges for.
+    region: Arc<Region>,
     function: Function,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
     being_removed: AtomicFlag,
@@ -202,6 +202,7 @@ impl_has_work! {
 pub(crate) struct ProviderConfig {
     pub(crate) id: u32,
     pub(crate) function: Function,
+    pub(crate) region: Arc<Region>,
     pub(crate) bar: Option<u32>,
     pub(crate) start: u64,
     pub(crate) kernel_reserve: u64,
@@ -248,7 +249,6 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     fn new(config: ProviderConfig, kind: ProviderKind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
-        let region = Arc::new(Region::new(size, config.function.address())?, GFP_KERNEL)?;
         let hint = match &source {
             Source::Own { buddy, .. } => buddy.hint(),
             Source::Adopted { ceiling, .. } => {
@@ -274,12 +274,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 counters: Counters::new(),
                 publisher: config.publisher,
                 function: config.function,
+                region: config.region,
                 being_removed: AtomicFlag::new(false),
                 starved: Atomic::new(0),
                 progress <- new_mutex!(Text::EMPTY),
                 inner <- new_mutex!(Inner {
                     source: Some(source),
-                    region: Some(region),
                     outstanding: 0,
                     buffers: RBTree::new(),
                     attachments: RBTree::new(),
@@ -309,13 +309,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.function.function_id()
     }
 
-    /// Charges the caller's cgroup for `bytes` of this provider. Errors: `EAGAIN` (a limit of dmem), `ENODEV` (being removed).
+    /// Charges the caller's cgroup for `bytes` of this provider. Errors: `EAGAIN` (a limit of dmem).
     pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<CgroupCharge> {
         if !Region::COUNTS {
             return Ok(CgroupCharge::NOTHING);
         }
-        let region = self.inner.lock().region.clone().ok_or(ENODEV)?;
-        region.charge(bytes)
+        self.region.charge(bytes)
     }
 
     /// Returns the bytes of an adopted pool that p2pmem keeps free for other drivers. An own provider gave other drivers their

@@ -61,6 +61,7 @@ impl Orchestrator {
         let parts = ProviderConfig {
             id: self.new_id(),
             function: function.clone(),
+            region: self.region(function, size)?,
             bar: bar.map(|(bar, _)| bar),
             start: bar.map_or(0, |(_, offset)| offset),
             kernel_reserve: reserve,

@@ -274,6 +274,7 @@ impl Orchestrator {
         let parts = ProviderConfig {
             id: self.new_id(),
             function: function.clone(),
+            region: self.region(function, backing.size())?,
             bar: Some(bar),
             start: wanted.offset,
             kernel_reserve: reserve,

@@ -45,10 +45,8 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let mut inner = self.inner.lock();
         let source = inner.source.take()?;
         self.being_removed.store(true, Relaxed);
-        let region = inner.region.take();
         self.update_hint(&inner);
         drop(inner);
-        drop(region);
         // Wakes the scrubber, which sleeps while memory is pinned, and allocations that wait for memory.
         self.returned.notify_all();
         Some(Stopped(source))

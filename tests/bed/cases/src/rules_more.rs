@@ -11,7 +11,7 @@ use p2pmem_sys as abi;
 
 use super::dmabuf::{Importer, exported_buffer};
 use super::rules::{ALICE, AdminRule, MIB, alloc_as, said};
-use super::{Bed, Case, alloc, command, errno, expect, explain_last, free, open, read, request, write};
+use super::{Bed, Case, command, errno, expect, explain_last, free, open, read, request, write};
 use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -133,7 +133,15 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     ensure!(cgroup.current(&region)? == 0);
     free(fd, second.handle).map_err(errno)?;
     bed.publish("accel0")?;
-    let again = alloc(fd, MIB).map_err(errno)?;
+    // The limit stays.
+    let row = bed.provider("accel0")?;
+    let ask = |size: u64| {
+        let mut a = request(size);
+        a.req.provider = row.id;
+        sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
+    };
+    expect("beyond dmem.max of before", ask(5 * MIB), libc::EDQUOT)?;
+    let again = ask(MIB).map_err(errno)?;
     free(fd, again.handle).map_err(errno)?;
     ensure!(alloc_as(fd, ALICE, &[], MIB)?.is_ok());
     drop(file);
