@@ -9,6 +9,7 @@
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
 use crate::ext::{
+    driver,
     global::initialised,
     p2pdma::Pool,
     pci::Function,
@@ -162,8 +163,11 @@ impl<L: Listener> Notifier<L> {
             // A pool found between `UNBIND_DRIVER` and here belongs to the former driver: close it before the next one is
             // bound.
             bindings::bus_notifier_event_BUS_NOTIFY_BIND_DRIVER => close(&function),
-            bindings::bus_notifier_event_BUS_NOTIFY_ADD_DEVICE
-            | bindings::bus_notifier_event_BUS_NOTIFY_REMOVED_DEVICE => this.listener.changed(),
+            bindings::bus_notifier_event_BUS_NOTIFY_ADD_DEVICE => this.listener.changed(),
+            bindings::bus_notifier_event_BUS_NOTIFY_REMOVED_DEVICE => {
+                driver::forget(&function);
+                this.listener.changed();
+            }
             _ => {}
         }
         0 // NOTIFY_DONE
@@ -181,5 +185,7 @@ impl<L: Listener> PinnedDrop for Notifier<L> {
         // SAFETY: By the type invariant the block is registered with this chain. The call waits for callbacks that run.
         unsafe { bindings::bus_unregister_notifier(sys::p2pmem_pci_bus_type(), self.block.get()) };
         REGISTERED.store(false, Relaxed);
+        // From here on nobody would report that a device is removed.
+        driver::forget_all();
     }
 }

@@ -23,12 +23,13 @@ use kernel::{
     new_condvar, new_mutex,
     prelude::*,
     sync::{
-        atomic::{Atomic, Relaxed},
-        Arc, CondVar, Mutex,
+        Arc,
+        CondVar,
+        Mutex, //
     },
 };
 
-/// Bus mastering of one device, from its binding to its unbinding.
+/// Bus mastering of one device, from its first binding until it is unbound with no mapping left that it may still use.
 #[pin_data]
 pub(super) struct BusMaster {
     function: Function,
@@ -43,19 +44,20 @@ struct Inner {
     mastering: BusMastering,
     /// Number of [`DmaUse`] objects.
     uses: usize,
+    /// Whether the device is bound to the driver. Only then is its bus mastering changed.
+    is_bound: bool,
 }
 
 impl BusMaster {
     /// Creates the state of a device that is being bound. Errors: `ENOMEM`.
     pub(super) fn new(function: Function) -> Result<Arc<Self>> {
-        static BINDINGS: Atomic<u32> = Atomic::<u32>::new(0);
-        let binding = BINDINGS.fetch_add(1, Relaxed);
         Arc::pin_init(
             pin_init!(Self {
                 function,
                 inner <- new_mutex!(Inner {
-                    mastering: BusMastering::new(binding),
+                    mastering: BusMastering::new(),
                     uses: 0,
+                    is_bound: false,
                 }),
                 unused <- new_condvar!(),
             }),
@@ -69,6 +71,18 @@ impl BusMaster {
         while inner.uses > 0 {
             self.unused.wait(&mut inner);
         }
+    }
+
+    /// The device was bound.
+    pub(super) fn bound(&self) {
+        self.inner.lock().is_bound = true;
+    }
+
+    /// The device is being unbound, and no use exists. Returns whether it may still use mappings.
+    pub(super) fn unbound(&self) -> bool {
+        let mut inner = self.inner.lock();
+        inner.is_bound = false;
+        inner.mastering.unbound()
     }
 
     /// Forgets stale mappings, because the device was reset.
@@ -137,23 +151,16 @@ impl DmaUse {
     }
 
     /// A mapping is about to end that the device may still use. Keeps the device from DMA, unless `translated` says that an
-    /// IOMMU ends the access. Returns the stale mapping, and whether this stopped the device.
-    pub(crate) fn end_unconfirmed(&self, translated: bool) -> (Stale, bool) {
+    /// IOMMU ends the access. Returns the mapping for its confirmation, and whether this stopped the device.
+    pub(crate) fn end_unconfirmed(&self, translated: bool) -> (Unconfirmed, bool) {
         let mut inner = self.master.inner.lock();
         let first = !translated && !inner.mastering.is_stopped();
         let stale = inner.mastering.add_stale(translated);
         if !translated {
             self.master.set(false);
         }
-        (stale, first)
-    }
-
-    /// The device does not use a stale mapping any more. The device can do DMA again if this was the last one.
-    pub(crate) fn confirm(&self, stale: Stale) {
-        let mut inner = self.master.inner.lock();
-        if let Some(enable) = inner.mastering.confirm(stale) {
-            self.master.set(enable);
-        }
+        let master = self.master.clone();
+        (Unconfirmed { master, stale }, first)
     }
 
     /// Returns whether the end of a DMA mapping at `address` also ends the device's access.
@@ -185,5 +192,22 @@ impl Drop for DmaUse {
         inner.uses -= 1;
         drop(inner);
         self.master.unused.notify_all();
+    }
+}
+
+/// A mapping that has ended although nobody has said that the device stopped using it.
+pub(crate) struct Unconfirmed {
+    master: Arc<BusMaster>,
+    stale: Stale,
+}
+
+impl Unconfirmed {
+    /// The device does not use the mapping any more. The device can do DMA again if this was the last one.
+    pub(crate) fn confirm(self) {
+        let mut inner = self.master.inner.lock();
+        let setting = inner.mastering.confirm(self.stale);
+        if let Some(enable) = setting.filter(|_| inner.is_bound) {
+            self.master.set(enable);
+        }
     }
 }

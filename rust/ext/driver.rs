@@ -5,8 +5,8 @@
 //! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and gives ranges `struct page` or windows. The
 //! driver reports unbinding, resets and errors to [`Hooks`].
 //!
-//! All functions are for process context and may sleep. The list of bound devices, `BOUND`, is locked during [`with_bound`]
-//! and nests inside the device lock. [`Hooks`] are called with the device locked and `BOUND` not locked.
+//! All functions are for process context and may sleep. The list of bound devices, `DEVICES`, is locked during [`with_bound`]
+//! and nests inside the device lock. [`Hooks`] are called with the device locked and `DEVICES` not locked.
 //!
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
@@ -60,38 +60,53 @@ pub(crate) trait Hooks: Send + Sync + 'static {
     /// `why` is a clause that names the cause for the log, and `answers` is true while the memory can still be written. The
     /// device stays bound, and its pool is not published any more.
     fn losing(function: &Function, why: &CStr, answers: bool);
-    /// The device works again after a reset that followed [`Self::losing`] with `answers` false.
+    /// The device works again after a reset. Memory that it lost before ([`Self::losing`] with `answers` false) can be cleared.
     fn recovered(function: &Function);
 }
 
 /// The p2pmem PCI driver, with the callbacks `H`.
 pub(crate) struct Driver<H>(PhantomData<H>);
 
-/// A device that is bound to the driver.
+/// What a device is ready for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// The device is bound, and its memory can be published.
+    Ready,
+    /// The device is bound, and a reset has begun.
+    Resetting,
+    /// The device is bound. It reported an error, or its memory did not answer after a reset.
+    Failed,
+    /// The device is not bound to the driver, but may still use mappings from when it was.
+    Unbound,
+}
+
+/// A device that is bound to the driver, or was.
 ///
 /// # Invariants
 ///
-/// While the entry is in [`BOUND`], `device` is bound to the driver. Since it was bound: the BARs in the bit mask `claimed`
-/// were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its pool. Windows of the
-/// device are counted in `windows`, and its uses for DMA in `master`; unbinding waits for both.
-struct BoundDevice {
+/// While the entry is in [`DEVICES`] and `state` is not [`State::Unbound`], `device` is bound to the driver. Since it was bound: the
+/// BARs in the bit mask `claimed` were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its
+/// pool. Windows of the device are counted in `windows`, and its uses for DMA in `master`; unbinding waits for both.
+struct Entry {
     device: *mut bindings::pci_dev,
+    state: State,
     claimed: u32,
     range: Option<(u32, u64, u64)>,
     windows: Arc<Windows>,
+    /// Refers to the device, so that no other one has its address.
     master: Arc<BusMaster>,
 }
 
 // SAFETY: A `struct pci_dev` is not bound to a thread, and the pointer is only dereferenced while the device is bound.
-unsafe impl Send for BoundDevice {}
+unsafe impl Send for Entry {}
 
 kernel::sync::global_lock! {
     // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
     // panics before that.
-    unsafe(uninit) static BOUND: Mutex<KVec<BoundDevice>> = KVec::new();
+    unsafe(uninit) static DEVICES: Mutex<KVec<Entry>> = KVec::new();
 }
 
-/// Initialises `BOUND`.
+/// Initialises `DEVICES`.
 ///
 /// # Safety
 ///
@@ -99,30 +114,60 @@ kernel::sync::global_lock! {
 pub(super) unsafe fn init_lock() {
     // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
     // `initialised()` panics.
-    unsafe { BOUND.init() };
+    unsafe { DEVICES.init() };
 }
 
-/// Removes a device from [`BOUND`]. Waits for [`with_bound`] in progress.
-fn forget_bound(device: *mut bindings::pci_dev) {
+/// Sets what a bound device is ready for. Waits for [`with_bound`] in progress.
+fn set_state(device: *mut bindings::pci_dev, state: State) {
     initialised();
-    global::drop_from(&mut BOUND.lock(), |d| ptr::eq(d.device, device));
-}
-
-/// Forgets which DMA a bound device may still do, because the device was reset.
-fn was_reset(device: *mut bindings::pci_dev) {
-    initialised();
-    let bound = BOUND.lock();
-    if let Some(entry) = bound.iter().find(|d| ptr::eq(d.device, device)) {
-        entry.master.was_reset();
+    if let Some(entry) = DEVICES.lock().iter_mut().find(|entry| ptr::eq(entry.device, device)) {
+        entry.state = state;
     }
 }
 
-/// The driver data of a bound device. Dropping it removes the device from [`BOUND`], also if `probe` fails later.
-pub(crate) struct Data(BoundDevice);
+/// Forgets a device that was removed from the machine.
+pub(super) fn forget(function: &Function) {
+    initialised();
+    global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, function.as_raw()));
+}
+
+/// Forgets which devices may still use mappings. The driver must not be registered.
+pub(super) fn forget_all() {
+    initialised();
+    global::drop_from(&mut DEVICES.lock(), |_| true);
+}
+
+/// A device that [`pci::Device::enable_device_mem`] enabled. Dropping it disables the device again, and with it bus mastering: the
+/// core counts, and would not do so for the next driver.
+struct Enabled(*mut bindings::pci_dev);
+
+impl Drop for Enabled {
+    fn drop(&mut self) {
+        // SAFETY: The device was enabled, and the driver data, of which `self` is a part, does not outlive its binding.
+        unsafe { bindings::pci_disable_device(self.0) };
+    }
+}
+
+/// The driver data of a bound device. Dropping it, also if `probe` fails later, ends the entry in [`DEVICES`], except for what has
+/// to be known of mappings that the device may still use.
+pub(crate) struct Data {
+    windows: Arc<Windows>,
+    master: Arc<BusMaster>,
+    enabled: Enabled,
+}
+
+// SAFETY: A `struct pci_dev` is not bound to a thread.
+unsafe impl Send for Data {}
+// SAFETY: A shared reference gives no access to the pointer in `enabled`.
+unsafe impl Sync for Data {}
 
 impl Drop for Data {
     fn drop(&mut self) {
-        forget_bound(self.0.device);
+        let device = self.enabled.0;
+        set_state(device, State::Unbound);
+        if !self.master.unbound() {
+            global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, device));
+        }
     }
 }
 
@@ -152,17 +197,37 @@ impl<H: Hooks> Driver<H> {
     ///
     /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
     unsafe extern "C" fn reset_prepare(device: *mut bindings::pci_dev) {
+        // First: what is published from here on would not be removed.
+        set_state(device, State::Resetting);
         // SAFETY: The caller guarantees a bound device.
         unsafe { Self::remove_before_reset(device, c"the device is about to be reset", true) };
     }
 
-    /// `reset_done` of `struct pci_error_handlers`: the device does no DMA that was requested before the reset.
+    /// `reset_done` of `struct pci_error_handlers`. The PCI core calls it also if the reset failed, so the device may still use
+    /// mappings that have ended.
     ///
     /// # Safety
     ///
     /// `device` must be bound to the driver during the call. The PCI core guarantees that by the device lock.
     unsafe extern "C" fn reset_done(device: *mut bindings::pci_dev) {
-        was_reset(device);
+        // SAFETY: The caller guarantees a bound device.
+        unsafe { Self::ready_again(device) };
+    }
+
+    /// Lets the device's memory be published again after a reset, if it answers. Returns whether it does.
+    ///
+    /// # Safety
+    ///
+    /// `device` must be bound to the driver during the call.
+    unsafe fn ready_again(device: *mut bindings::pci_dev) -> bool {
+        // SAFETY: The caller guarantees a bound device, which is valid and not null.
+        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
+        let answers = function.has_memory_space();
+        if answers {
+            H::recovered(&function);
+        }
+        set_state(device, if answers { State::Ready } else { State::Failed });
+        answers
     }
 
     /// Withdraws the device's pool and reports the device as lost.
@@ -199,6 +264,7 @@ impl<H: Hooks> Driver<H> {
                 bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT,
             ),
         };
+        set_state(device, State::Failed);
         // SAFETY: The caller guarantees a bound device.
         unsafe { Self::remove_before_reset(device, why, false) };
         answer
@@ -210,13 +276,17 @@ impl<H: Hooks> Driver<H> {
     ///
     /// `device` must be bound to the driver during the call.
     unsafe extern "C" fn slot_reset(device: *mut bindings::pci_dev) -> bindings::pci_ers_result_t {
-        // SAFETY: The caller guarantees a bound device. The PCI core saved its configuration when the device was added.
+        // SAFETY: The caller guarantees a bound device, whose configuration `probe` saved.
         unsafe { bindings::pci_restore_state(device) };
-        was_reset(device);
-        // SAFETY: The caller guarantees a bound device, which is valid and not null.
-        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        H::recovered(&function);
-        bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED
+        // The PCI core calls only after it has reset the link.
+        if let Some(entry) = DEVICES.lock().iter().find(|entry| ptr::eq(entry.device, device)) {
+            entry.master.was_reset();
+        }
+        // SAFETY: The caller guarantees a bound device.
+        match unsafe { Self::ready_again(device) } {
+            true => bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED,
+            false => bindings::pci_ers_result_PCI_ERS_RESULT_DISCONNECT,
+        }
     }
 }
 
@@ -233,21 +303,38 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             initialised();
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
+            let enabled = Enabled(device);
+            // SAFETY: The device is being bound. The saved state is restored after an error, with Memory Space enabled.
+            to_result(unsafe { bindings::pci_save_state(device) })?;
             // SAFETY: `probe` binds the device to this driver, so `pdev->driver` is set and the device locked. The handlers
             // are a static, which lives longer than the driver's registration.
             unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
             let windows = Windows::new()?;
-            let master = BusMaster::new(Function::of(dev))?;
-            let entry = || BoundDevice {
+            let mut devices = DEVICES.lock();
+            let known = devices.iter().position(|entry| ptr::eq(entry.device, device));
+            let master = match known {
+                Some(at) => devices[at].master.clone(),
+                None => BusMaster::new(Function::of(dev))?,
+            };
+            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window and no use exists.
+            let entry = Entry {
                 device,
+                state: State::Ready,
                 claimed: 0,
                 range: None,
                 windows: windows.clone(),
                 master: master.clone(),
             };
-            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window and no use exists.
-            BOUND.lock().push(entry(), GFP_KERNEL)?;
-            Ok(Data(entry()))
+            match known {
+                Some(at) => devices[at] = entry,
+                None => devices.push(entry, GFP_KERNEL)?,
+            }
+            master.bound();
+            Ok(Data {
+                windows,
+                master,
+                enabled,
+            })
         };
         add()
     }
@@ -255,10 +342,10 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
         let function = Function::of(dev);
         // First: after this `with_bound` does not find the device, so no range is added, and no window and no use is made.
-        forget_bound(function.as_raw());
+        set_state(function.as_raw(), State::Unbound);
         H::unbinding(&function);
-        this.0.windows.wait();
-        this.0.master.wait();
+        this.windows.wait();
+        this.master.wait();
     }
 }
 
@@ -271,6 +358,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 /// device waits until `windows` counts no window, and `master`, if any, no use.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
+    state: State,
     /// The BARs that this driver has claimed, as a bit mask. None for a device of another driver.
     claimed: Option<&'a mut u32>,
     range: &'a mut Option<(u32, u64, u64)>,
@@ -295,6 +383,7 @@ impl<'a> Published<'a> {
         // `windows`. `device` is bound as long as the result lives.
         Self {
             device,
+            state: State::Ready,
             claimed: None,
             range,
             windows,
@@ -305,6 +394,15 @@ impl<'a> Published<'a> {
     /// Returns the bound device.
     pub(crate) fn device(&self) -> &pci::Device<Bound> {
         self.device
+    }
+
+    /// Returns why the memory cannot be published now, as a clause about the device; `None` if it can be.
+    pub(crate) fn unready(&self) -> Option<&'static str> {
+        match self.state {
+            State::Ready => None,
+            State::Resetting => Some("is being reset"),
+            State::Failed | State::Unbound => Some("has failed, and no reset has made its memory answer"),
+        }
     }
 
     /// Claims a BAR, as shown in `/proc/iomem`, until the device is unbound. Does nothing for a device of another driver.
@@ -386,20 +484,22 @@ impl<'a> Published<'a> {
 
 /// Calls `f` with the device at `addr`, or returns `None` if no device of this driver is there.
 ///
-/// The device stays bound during the call: `BOUND` is locked, so `f` must not call this function or wait for an unbinding.
+/// The device stays bound during the call: `DEVICES` is locked, so `f` must not call this function or wait for an unbinding.
 /// May sleep.
 pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -> Option<R> {
     initialised();
-    let mut bound = BOUND.lock();
+    let mut devices = DEVICES.lock();
     let function = Function::find(addr)?;
-    let entry = bound.iter_mut().find(|d| ptr::eq(d.device, function.as_raw()))?;
-    // SAFETY: By the type invariant of `BoundDevice` the device is bound while its entry is in the list. `unbind` removes
-    // the entry before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
+    let is_bound = |entry: &Entry| entry.state != State::Unbound && ptr::eq(entry.device, function.as_raw());
+    let entry = devices.iter_mut().find(|entry| is_bound(entry))?;
+    // SAFETY: By the type invariant of `Entry` the device is bound while its entry is in the list and not Unbound. `unbind` sets
+    // the state before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
     // pci_dev` in every context.
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
     // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's windows and uses.
     Some(f(Published {
         device,
+        state: entry.state,
         claimed: Some(&mut entry.claimed),
         range: &mut entry.range,
         windows: &entry.windows,

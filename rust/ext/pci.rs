@@ -231,6 +231,12 @@ impl Function {
         (ret == 0 && value != u16::MAX).then_some(value)
     }
 
+    /// Returns whether the function responds, and decodes accesses to its memory. Virtual functions have no such setting.
+    pub(super) fn has_memory_space(&self) -> bool {
+        let command = self.config_word(bindings::PCI_COMMAND as i32);
+        command.is_some_and(|command| self.physical.is_some() || u32::from(command) & bindings::PCI_COMMAND_MEMORY != 0)
+    }
+
     /// Returns the port type of the PCI Express capability (`PCI_EXP_TYPE_*`), or `None` for a conventional function.
     pub(crate) fn pcie_type(&self) -> Option<u8> {
         // SAFETY: `device` keeps the function valid.

@@ -31,15 +31,14 @@ pub(crate) struct Stale {
 }
 
 impl BusMastering {
-    /// Creates the state of a function without attachments. `binding` is a number that no other function has, and this one
-    /// did not have before.
-    pub(crate) const fn new(binding: u32) -> Self {
+    /// Creates the state of a function without attachments.
+    pub(crate) const fn new() -> Self {
         Self {
             was_enabled: false,
             attachments: 0,
             stale: 0,
             unconfirmed: 0,
-            epoch: (binding as u64) << 32,
+            epoch: 0,
         }
     }
 
@@ -93,7 +92,7 @@ impl BusMastering {
     }
 
     /// The function does not use a stale or unconfirmed mapping any more. Returns the setting to apply, or `None` to keep
-    /// the setting. No effect if all such mappings were forgotten meanwhile, or the mapping is of another binding.
+    /// the setting. No effect if all such mappings were forgotten meanwhile.
     #[must_use]
     pub(crate) fn confirm(&mut self, stale: Stale) -> Option<bool> {
         if stale.epoch != self.epoch {
@@ -115,6 +114,13 @@ impl BusMastering {
         self.stale = 0;
         self.unconfirmed = 0;
         self.epoch = self.epoch.wrapping_add(1);
+    }
+
+    /// The function, which has no attachments, is unbound, and its bus mastering disabled. Returns whether there are stale or unconfirmed
+    /// mappings.
+    pub(crate) fn unbound(&mut self) -> bool {
+        self.was_enabled = false;
+        self.stale > 0 || self.unconfirmed > 0
     }
 
     /// Removes an attachment. Returns the setting to apply. The last attachment restores the setting from before the first
@@ -142,7 +148,7 @@ mod tests {
     #[test]
     fn setting_is_restored_by_last_attachment() {
         for before in [false, true] {
-            let mut state = BusMastering::new(1);
+            let mut state = BusMastering::new();
             assert_eq!(state.wanted(), None);
             assert!(state.attach(before, false));
             assert!(state.attach(true, false));
@@ -155,7 +161,7 @@ mod tests {
 
     #[test]
     fn stale_mapping_stops_function_until_confirmed() {
-        let mut state = BusMastering::new(1);
+        let mut state = BusMastering::new();
         assert!(state.attach(false, false) && state.attach(true, false));
         let stale = state.add_stale(false);
         assert!(state.is_stopped() && state.wanted() == Some(false));
@@ -172,7 +178,7 @@ mod tests {
 
     #[test]
     fn stale_mapping_outlives_its_attachment() {
-        let mut state = BusMastering::new(1);
+        let mut state = BusMastering::new();
         assert!(state.attach(true, false));
         let _ = state.add_stale(false);
         assert_eq!(state.detach(), Some(false));
@@ -185,7 +191,7 @@ mod tests {
 
     #[test]
     fn late_confirmation_restores_setting() {
-        let mut state = BusMastering::new(1);
+        let mut state = BusMastering::new();
         assert!(state.attach(true, false));
         let stale = state.add_stale(false);
         assert_eq!(state.detach(), Some(false));
@@ -196,7 +202,7 @@ mod tests {
 
     #[test]
     fn unconfirmed_mapping_forbids_attachments_but_not_dma() {
-        let mut state = BusMastering::new(1);
+        let mut state = BusMastering::new();
         assert!(state.attach(false, false));
         let ended = state.add_stale(true);
         assert!(!state.is_stopped() && state.wanted() == Some(true));
@@ -212,7 +218,7 @@ mod tests {
 
     #[test]
     fn forgotten_mapping_confirms_no_later_one() {
-        let mut state = BusMastering::new(1);
+        let mut state = BusMastering::new();
         assert!(state.attach(false, false));
         let old = state.add_stale(false);
         state.forget_stale();
@@ -221,11 +227,22 @@ mod tests {
         assert!(state.is_stopped());
         assert_eq!(state.confirm(new), Some(true));
         assert!(!state.is_stopped());
-        // Nor does a mapping of another binding.
-        let mut next = BusMastering::new(2);
-        assert!(next.attach(false, false));
-        let _ = next.add_stale(false);
-        assert_eq!(next.confirm(new), None);
-        assert!(next.is_stopped());
+    }
+
+    #[test]
+    fn stale_mapping_outlives_its_binding() {
+        let mut state = BusMastering::new();
+        assert!(state.attach(true, false));
+        let stale = state.add_stale(false);
+        assert_eq!(state.detach(), Some(false));
+        assert!(state.unbound());
+        assert!(!state.attach(false, false));
+        // The core has disabled bus mastering: the setting of before is not restored.
+        assert_eq!(state.confirm(stale), Some(false));
+        assert!(!state.unbound());
+        assert!(state.attach(true, false));
+        assert_eq!(state.detach(), Some(true));
+        let _ = state.add_stale(true);
+        assert!(state.unbound());
     }
 }

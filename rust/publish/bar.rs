@@ -5,7 +5,7 @@
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 //!
 //! Context: process context, may sleep, called from configfs or from `p2pmem_register_provider()`. `driver::with_bound`
-//! holds `BOUND`, which keeps the device bound meanwhile; the registry is taken inside.
+//! holds `DEVICES`, which keeps the device bound meanwhile; the registry is taken inside.
 
 use crate::{
     alloc::orchestrator::{
@@ -44,8 +44,8 @@ impl Orchestrator {
     /// Publishes a BAR of a device that is bound to the p2pmem driver. Returns the id of the provider.
     ///
     /// Errors: `ENODEV` (no such function, or not bound to p2pmem), `EINVAL` (the settings do not fit the BAR), `EBUSY`
-    /// (the range or pool is in use, the provider is being removed, or the system is about to sleep), `EEXIST` (a provider
-    /// already), `EIO`, `ENOMEM`.
+    /// (the range or pool is in use, the provider is being removed, the function is being reset or has failed, or the system is about
+    /// to sleep), `EEXIST` (a provider already), `EIO`, `ENOMEM`.
     pub(crate) fn publish(&self, wanted: &Publication) -> Answer<u32> {
         let addr = wanted.addr;
         driver::with_bound(addr, |device| self.publish_bound(wanted, device, None)).unwrap_or_else(|| {
@@ -107,9 +107,9 @@ impl Orchestrator {
                 refuse!(EEXIST, "{} is a provider already", addr)
             });
         }
-        // Memory kept since a [`crate::mem::provider::RemovalKind::Lost`] removal still occupies the range. The device
-        // answers again.
-        self.release_lost(&function, true);
+        if let Some(why) = device.unready() {
+            return Err(refuse!(EBUSY, "{} {}", addr, why));
+        }
         let (bar, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {
                 Some((_, len)) => (bar, len),

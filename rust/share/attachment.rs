@@ -20,7 +20,10 @@ use crate::{
             self,
             consts, //
         },
-        bus_master::DmaUse,
+        bus_master::{
+            DmaUse,
+            Unconfirmed, //
+        },
         cred::Credentials,
         dma_attachment::{
             AttachmentOwner,
@@ -45,7 +48,6 @@ use crate::{
         traits::DeviceAttachment, //
     },
     policy::{
-        bus_master::Stale,
         ranges::Range,
         rule::Subject as _, //
     },
@@ -93,7 +95,7 @@ struct State {
     /// Whether the end of the mapping also ends the function's access.
     translated: bool,
     /// The function may still use the mapping, although the mapping ended.
-    stale: Option<Stale>,
+    stale: Option<Unconfirmed>,
 }
 
 /// What the exporter's callback needs of an attachment.
@@ -239,7 +241,7 @@ impl Attachment {
         if !device.start(quiesced) {
             return Err(refuse!(
                 EBUSY,
-                "{} may still use the memory of an attachment that has ended: stop its DMA, then detach the revoked handles, attach with P2PMEM_ATTACH_QUIESCED, or reset it",
+                "{} may still use the memory of an attachment that has ended: stop its DMA, then detach the revoked handles, or attach with P2PMEM_ATTACH_QUIESCED",
                 addr
             ));
         }
@@ -385,9 +387,8 @@ impl Attachment {
             return;
         }
         let stale = self.mapping.state.lock().stale.take();
-        let device = || driver::with_bound(provider.addr, |bound| bound.dma_use()).flatten();
-        if let Some((stale, device)) = stale.and_then(|stale| Some((stale, device()?))) {
-            device.confirm(stale);
+        if let Some(stale) = stale {
+            stale.confirm();
         }
     }
 

@@ -558,9 +558,10 @@ enum p2pmem_attachment_state {
  * If no IOMMU ends the function's access (@info), the module disables the function's bus mastering whenever a mapping
  * ends and the caller did not detach: the exporter revoked, the file was closed, or the provider was removed. Bus
  * mastering stays disabled until each such handle was closed with &P2PMEM_IOC_DETACH_DMABUF, which confirms that the
- * function no longer uses the addresses; if the file was closed, until an attach with %P2PMEM_ATTACH_QUIESCED, or until
- * the function was reset. Other attachments of the function are %P2PMEM_ATTACHMENT_STOPPED meanwhile. A QUIESCED attach
- * confirms all ends of mappings of the function, also if it fails later.
+ * function no longer uses the addresses; if the file was closed, until an attach with %P2PMEM_ATTACH_QUIESCED. A reset
+ * or another binding of the function confirms nothing. Other attachments of the function are
+ * %P2PMEM_ATTACHMENT_STOPPED meanwhile. A QUIESCED attach confirms all ends of mappings of the function, also if it
+ * fails later.
  *
  * If an IOMMU ends the access, other attachments stay usable. The function can be attached again only after the same
  * confirmations, because a new mapping could get the address of the one that ended.

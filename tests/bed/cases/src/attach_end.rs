@@ -42,7 +42,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "attach-killed",
-        about: "killing the process of an attachment stops the function, until a user confirms its state or it is reset",
+        about: "killing the process of an attachment stops the function until a user confirms its state, also over a reset and another binding",
         topology: "nic",
         ruins: false,
         run: killed,
@@ -252,31 +252,33 @@ fn killed(bed: &mut Bed) -> Result<()> {
     let next = attach(file.as_fd(), row.id, &host, abi::P2PMEM_ATTACH_QUIESCED).map_err(errno)?;
     ensure!(ringer.accel.dma_enabled()?);
     detach(file.as_fd(), next.answer.handle).map_err(errno)?;
-    // A reset stops the function too.
-    Part::start(PART, &[])?.kill()?;
-    expect(
-        "attaching afterwards",
-        attach(file.as_fd(), row.id, &host, 0),
-        libc::EBUSY,
-    )?;
+    // The kernel also says that a reset is done if it failed. Another binding stops nothing.
     drop(ringer);
-    write(&bed.device("accel0")?.sysfs().join("reset"), "1")?;
-    bed.publish("accel0")?;
-    let row = bed.provider("accel0")?;
-    let next = attach(file.as_fd(), row.id, &host, 0).map_err(errno)?;
-    detach(file.as_fd(), next.answer.handle).map_err(errno)?;
-    // A process that ends without detaching is like one that is killed; unbinding ends that.
+    for how in ["reset", "unbind"] {
+        Part::start(PART, &[])?.kill()?;
+        match how {
+            "reset" => write(&bed.device("accel0")?.sysfs().join("reset"), "1")?,
+            _ => bed.unpublish("accel0")?,
+        }
+        bed.publish("accel0")?;
+        let row = bed.provider("accel0")?;
+        expect(
+            "attaching afterwards",
+            attach(file.as_fd(), row.id, &host, 0),
+            libc::EBUSY,
+        )
+        .context(how)?;
+        has_stopped(bed)?;
+    }
+    // A process that ends without detaching is like one that is killed.
     Part::start(PART, &[])?.finish()?;
+    let row = bed.provider("accel0")?;
     expect(
         "attaching afterwards",
         attach(file.as_fd(), row.id, &host, 0),
         libc::EBUSY,
     )?;
-    bed.unpublish("accel0")?;
-    bed.publish("accel0")?;
-    let row = bed.provider("accel0")?;
-    let next = attach(file.as_fd(), row.id, &host, 0).map_err(errno)?;
-    detach(file.as_fd(), next.answer.handle).map_err(errno)
+    has_stopped(bed)
 }
 
 fn removed(bed: &mut Bed) -> Result<()> {
@@ -308,16 +310,11 @@ fn removed(bed: &mut Bed) -> Result<()> {
         )?;
         bed.publish("accel0")?;
         let row = bed.provider("accel0")?;
-        if how == "disable" {
-            // The device is the same as before, and may still use the address.
-            expect("attaching before", attach(fd, row.id, &host, 0), libc::EBUSY)?;
-            detach(fd, handle).map_err(errno)?;
-        }
+        // The device may still use the address.
+        expect("attaching before", attach(fd, row.id, &host, 0), libc::EBUSY).context(how)?;
+        detach(fd, handle).map_err(errno)?;
         let again = attach(fd, row.id, &host, 0).map_err(errno).context(how)?;
         detach(fd, again.answer.handle).map_err(errno)?;
-        if how != "disable" {
-            detach(fd, handle).map_err(errno)?;
-        }
     }
     ensure!(!accel.dma_enabled()?);
     Ok(())
@@ -371,7 +368,8 @@ fn race(bed: &mut Bed) -> Result<()> {
         let row = bed.provider("accel0")?;
         let file = open()?;
         let bell = Doorbell::new(bed)?;
-        attach(file.as_fd(), row.id, &bell.dma_buf, 0).map_err(errno)?;
+        // Nobody has confirmed the attachment of the round before.
+        attach(file.as_fd(), row.id, &bell.dma_buf, abi::P2PMEM_ATTACH_QUIESCED).map_err(errno)?;
         let (verbs, uar) = (&bell.verbs, &bell.uar);
         let (unbound, both, met) = at_once(
             || bed.unbind("accel0"),
@@ -385,8 +383,18 @@ fn race(bed: &mut Bed) -> Result<()> {
         ensure!(!accel.dma_enabled()?, "the function can still do DMA");
         Ok(met && also)
     });
-    bed.publish("accel0")?;
+    has_stopped(bed)?;
     outcome
+}
+
+/// Confirms that accel0 uses no address of an attachment that has ended.
+fn has_stopped(bed: &Bed) -> Result<()> {
+    bed.publish("accel0")?;
+    let row = bed.provider("accel0")?;
+    let file = open()?;
+    let host = sys::host_dma_buf(PAGE)?;
+    let attached = attach(file.as_fd(), row.id, &host, abi::P2PMEM_ATTACH_QUIESCED).map_err(errno)?;
+    detach(file.as_fd(), attached.answer.handle).map_err(errno)
 }
 
 fn attach_and_unbind(bed: &mut Bed) -> Result<()> {
@@ -426,6 +434,6 @@ fn attach_and_unbind(bed: &mut Bed) -> Result<()> {
         Ok(met)
     });
     println!("{done} attachments were made");
-    bed.publish("accel0")?;
+    has_stopped(bed)?;
     outcome
 }

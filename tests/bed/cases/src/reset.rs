@@ -4,9 +4,13 @@
 
 use std::fs::File;
 use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+use p2pmem_accel_regs::driver::Accel;
 use p2pmem_sys as abi;
 
 use super::dmabuf::{GOOD, Importer, exported_buffer};
@@ -35,8 +39,22 @@ pub(super) const CASES: &[Case] = &[
         run: reset_pageless,
     },
     Case {
+        name: "reset-and-publish",
+        about: "nobody publishes a function while it is being reset",
+        topology: "small",
+        ruins: false,
+        run: reset_and_publish,
+    },
+    Case {
+        name: "enable-count",
+        about: "unbinding takes back what binding enabled, so that the next driver's unbinding ends its bus mastering",
+        topology: "small",
+        ruins: false,
+        run: enable_count,
+    },
+    Case {
         name: "port-error",
-        about: "an error that resets what is below a root port takes the provider there back before",
+        about: "an error that resets what is below a root port takes the provider there back before, and its memory is cleared afterwards",
         topology: "small",
         ruins: true,
         run: port_error,
@@ -170,22 +188,82 @@ fn reset_pageless(bed: &mut Bed) -> Result<()> {
     )
 }
 
-fn port_error(bed: &mut Bed) -> Result<()> {
-    let owned = Owned::new(bed)?;
-    let mut log = Log::new()?;
-    host::request(&Request::PortError {
-        name: "rp0".into(),
-        error: "MALF_TLP".into(),
+fn reset_and_publish(bed: &mut Bed) -> Result<()> {
+    let dir = bed.provider_dir("accel0")?;
+    let sysfs = bed.device("accel0")?.sysfs();
+    write(&sysfs.join("reset_method"), "flr")?;
+    // The kernel waits 100 ms for a reset, and the publisher may not run meanwhile.
+    until("publishing is refused during a reset", || {
+        let is_over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let publisher = scope.spawn(|| -> Result<bool> {
+                let mut is_refused = false;
+                while !is_over.load(Ordering::SeqCst) {
+                    if std::fs::write(dir.join("enable"), "1").is_err() {
+                        is_refused |= read(&dir.join("status"))?.contains("is being reset");
+                    }
+                }
+                Ok(is_refused)
+            });
+            let done = write(&sysfs.join("reset"), "1");
+            is_over.store(true, Ordering::SeqCst);
+            let is_refused = publisher.join().map_err(|_| anyhow!("a thread panicked"))?;
+            done.and(is_refused)
+        })
     })?;
-    log.wait(&[
-        "removing the provider",
-        "the device reported an error and is being reset",
-    ])?;
-    until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
-    owned.lost(bed)?;
-    log.wait(&["AER", "device recovery successful"])?;
-    pool_is_clear(bed)?;
+    write(&sysfs.join("reset_method"), "flr bus")?;
     again(bed)
+}
+
+fn enable_count(bed: &mut Bed) -> Result<()> {
+    let device = bed.device("accel0")?;
+    let enabled = device.sysfs().join("enable");
+    for _ in 0..3 {
+        let accel = Accel::open(&device.bdf)?;
+        accel.enable_dma()?;
+        bed.unpublish("accel0")?;
+        ensure!(read(&enabled)? == "0", "it is enabled {} times", read(&enabled)?);
+        ensure!(!accel.dma_enabled()?, "no driver is bound, and the function can do DMA");
+        bed.publish("accel0")?;
+        ensure!(read(&enabled)? == "1", "it is enabled {} times", read(&enabled)?);
+    }
+    Ok(())
+}
+
+/// Has the kernel find accel0 again with its memory disabled, as a device is that is plugged in. The kernel then saves this state.
+fn plugged_in(bed: &Bed) -> Result<()> {
+    const COMMAND: u64 = 4;
+    let sysfs = bed.device("accel0")?.sysfs();
+    bed.unpublish("accel0")?;
+    let config = File::options().write(true).open(sysfs.join("config"))?;
+    config.write_all_at(&[0, 0], COMMAND)?;
+    write(&sysfs.join("remove"), "1")?;
+    write(Path::new("/sys/bus/pci/rescan"), "1")?;
+    bed.publish("accel0")
+}
+
+fn port_error(bed: &mut Bed) -> Result<()> {
+    for was_plugged_in in [false, true] {
+        if was_plugged_in {
+            plugged_in(bed)?;
+        }
+        let owned = Owned::new(bed)?;
+        let mut log = Log::new()?;
+        host::request(&Request::PortError {
+            name: "rp0".into(),
+            error: "MALF_TLP".into(),
+        })?;
+        log.wait(&[
+            "removing the provider",
+            "the device reported an error and is being reset",
+        ])?;
+        until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
+        owned.lost(bed)?;
+        log.wait(&["AER", "device recovery successful"])?;
+        pool_is_clear(bed)?;
+        again(bed)?;
+    }
+    Ok(())
 }
 
 /// Puts the machine to sleep for as long as freezing all programs takes. Returns the kernel's error, if any.

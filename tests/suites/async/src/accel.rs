@@ -174,9 +174,11 @@ impl AccelExecutor {
     /// The queues are somewhere else; EPERM if the administrator does not permit this process to attach the accelerator.
     pub fn map_endpoint(&mut self, endpoint: &Endpoint, device: &Device) -> Result<Attachment> {
         let doorbell = endpoint.export_doorbell().context("exporting the doorbell page")?;
-        // The provider is the accelerator's own function.
+        // The provider is the accelerator's own function. Rings that killed programs left were disabled when the accelerator was opened,
+        // and those of this program stop before their attachments end.
+        let options = AttachOptions::new().quiesced(true);
         let attachment = device
-            .attach(self.ring.memory().buffer.provider(), &doorbell, AttachOptions::new())
+            .attach(self.ring.memory().buffer.provider(), &doorbell, options)
             .context("attaching the accelerator to the doorbell page")?;
         let address = attachment.address(0, 4096).context("the doorbell page is in pieces")?;
         for region in endpoint.regions() {
