@@ -117,18 +117,28 @@ pub(super) unsafe fn init_lock() {
     unsafe { DEVICES.init() };
 }
 
-/// Sets what a bound device is ready for. Waits for [`with_bound`] in progress.
-fn set_state(device: *mut bindings::pci_dev, state: State) {
+/// Calls `f` with the entry of a device, if there is one. Waits for [`with_bound`] in progress.
+fn with_entry(device: *mut bindings::pci_dev, f: impl FnOnce(&mut Entry)) {
     initialised();
     if let Some(entry) = DEVICES.lock().iter_mut().find(|entry| ptr::eq(entry.device, device)) {
-        entry.state = state;
+        f(entry);
     }
 }
 
-/// Forgets a device that was removed from the machine.
-pub(super) fn forget(function: &Function) {
+/// Sets what a bound device is ready for.
+fn set_state(device: *mut bindings::pci_dev, state: State) {
+    with_entry(device, |entry| entry.state = state);
+}
+
+/// Forgets a device that is not bound, or is being unbound.
+fn forget_device(device: *mut bindings::pci_dev) {
     initialised();
-    global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, function.as_raw()));
+    global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, device));
+}
+
+/// Forgets a function that was removed from the machine.
+pub(super) fn forget(function: &Function) {
+    forget_device(function.as_raw());
 }
 
 /// Forgets which devices may still use mappings. The driver must not be registered.
@@ -137,8 +147,8 @@ pub(super) fn forget_all() {
     global::drop_from(&mut DEVICES.lock(), |_| true);
 }
 
-/// A device that [`pci::Device::enable_device_mem`] enabled. Dropping it disables the device again, and with it bus mastering: the
-/// core counts, and would not do so for the next driver.
+/// A device that [`pci::Device::enable_device_mem`] enabled. Dropping it disables the device. The core counts how often a device was
+/// enabled: without this, the next driver's disabling would not end bus mastering.
 struct Enabled(*mut bindings::pci_dev);
 
 impl Drop for Enabled {
@@ -166,7 +176,7 @@ impl Drop for Data {
         let device = self.enabled.0;
         set_state(device, State::Unbound);
         if !self.master.unbound() {
-            global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, device));
+            forget_device(device);
         }
     }
 }
@@ -279,9 +289,7 @@ impl<H: Hooks> Driver<H> {
         // SAFETY: The caller guarantees a bound device, whose configuration `probe` saved.
         unsafe { bindings::pci_restore_state(device) };
         // The PCI core calls only after it has reset the link.
-        if let Some(entry) = DEVICES.lock().iter().find(|entry| ptr::eq(entry.device, device)) {
-            entry.master.was_reset();
-        }
+        with_entry(device, |entry| entry.master.was_reset());
         // SAFETY: The caller guarantees a bound device.
         match unsafe { Self::ready_again(device) } {
             true => bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED,

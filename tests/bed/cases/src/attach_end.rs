@@ -21,7 +21,7 @@ use super::busy::{at_once, contended};
 use super::dmabuf::Importer;
 use super::inflight::until;
 use super::life::{Part, ready};
-use super::{Bed, Case, errno, expect, explain_last, open, write};
+use super::{Bed, Case, command, errno, expect, explain_last, open, write};
 use crate::limits::rounds;
 use crate::sys;
 
@@ -60,6 +60,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "nic",
         ruins: false,
         run: nic_unbound,
+    },
+    Case {
+        name: "attach-forgotten",
+        about: "unloading the module, or removing the function, ends what is known of a function that may still use addresses",
+        topology: "small",
+        ruins: false,
+        run: forgotten,
     },
     Case {
         name: "attach-reclaim",
@@ -268,7 +275,7 @@ fn killed(bed: &mut Bed) -> Result<()> {
             libc::EBUSY,
         )
         .context(how)?;
-        has_stopped(bed)?;
+        confirm_stopped(bed)?;
     }
     // A process that ends without detaching is like one that is killed.
     Part::start(PART, &[])?.finish()?;
@@ -278,7 +285,7 @@ fn killed(bed: &mut Bed) -> Result<()> {
         attach(file.as_fd(), row.id, &host, 0),
         libc::EBUSY,
     )?;
-    has_stopped(bed)
+    confirm_stopped(bed)
 }
 
 fn removed(bed: &mut Bed) -> Result<()> {
@@ -318,6 +325,30 @@ fn removed(bed: &mut Bed) -> Result<()> {
     }
     ensure!(!accel.dma_enabled()?);
     Ok(())
+}
+
+fn forgotten(bed: &mut Bed) -> Result<()> {
+    let host = sys::host_dma_buf(PAGE)?;
+    let attach_once = || {
+        let file = open()?;
+        let row = bed.provider("accel0")?;
+        attach(file.as_fd(), row.id, &host, 0).map_err(errno)
+    };
+    for how in ["unload", "remove"] {
+        // Closing the file confirms nothing.
+        attach_once().context(how)?;
+        bed.unpublish("accel0")?;
+        if how == "unload" {
+            command("rmmod", &["p2pmem"])?;
+            bed.load_module()?;
+        } else {
+            write(&bed.device("accel0")?.sysfs().join("remove"), "1")?;
+            write(Path::new("/sys/bus/pci/rescan"), "1")?;
+        }
+        bed.publish("accel0")?;
+    }
+    attach_once()?;
+    confirm_stopped(bed)
 }
 
 fn reclaim(bed: &mut Bed) -> Result<()> {
@@ -383,12 +414,12 @@ fn race(bed: &mut Bed) -> Result<()> {
         ensure!(!accel.dma_enabled()?, "the function can still do DMA");
         Ok(met && also)
     });
-    has_stopped(bed)?;
+    confirm_stopped(bed)?;
     outcome
 }
 
 /// Confirms that accel0 uses no address of an attachment that has ended.
-fn has_stopped(bed: &Bed) -> Result<()> {
+fn confirm_stopped(bed: &Bed) -> Result<()> {
     bed.publish("accel0")?;
     let row = bed.provider("accel0")?;
     let file = open()?;
@@ -434,6 +465,6 @@ fn attach_and_unbind(bed: &mut Bed) -> Result<()> {
         Ok(met)
     });
     println!("{done} attachments were made");
-    has_stopped(bed)?;
+    confirm_stopped(bed)?;
     outcome
 }

@@ -111,11 +111,12 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     let regions = read(&cgroup.0.join("dmem.current"))?;
     ensure!(regions.lines().any(|line| line == format!("{region} 0")), "{regions:?}");
     write(&cgroup.0.join("dmem.max"), &format!("{region} {}", 4 * MIB))?;
-    let ask = |size: u64| {
+    let ask_of = |provider: u32, size: u64| {
         let mut a = request(size);
-        a.req.provider = row.id;
+        a.req.provider = provider;
         sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
     };
+    let ask = |size: u64| ask_of(row.id, size);
     let first = ask(3 * MIB).map_err(errno)?;
     ensure!(
         cgroup.current(&region)? == 3 * MIB,
@@ -135,11 +136,7 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     bed.publish("accel0")?;
     // The limit stays.
     let row = bed.provider("accel0")?;
-    let ask = |size: u64| {
-        let mut a = request(size);
-        a.req.provider = row.id;
-        sys::alloc(fd, &mut a, Memory::Slice(&mut [])).map(|()| a)
-    };
+    let ask = |size: u64| ask_of(row.id, size);
     expect("beyond dmem.max of before", ask(5 * MIB), libc::EDQUOT)?;
     let again = ask(MIB).map_err(errno)?;
     free(fd, again.handle).map_err(errno)?;
