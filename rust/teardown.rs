@@ -320,7 +320,7 @@ impl Removal {
         // Step 9.
         orchestrator.forget(&provider);
         provider.ended();
-        orchestrator.forget_paths();
+        orchestrator.forget_snapshots();
         orchestrator.notify(consts::EVENT_PROVIDER_REMOVED, provider.id);
         dev_info!(
             provider.function().device(),

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The orchestrator: the list of providers and of open files, cached [`paths`], and the [`choice`] of a provider for a
-//! request.
+//! The orchestrator: the list of providers and of open files, the [`paths`], and the [`choice`] of a provider for a request.
 //!
-//! Context: process context, may sleep. `registry`, `snapshots` and `files` are mutexes that are never held together. While
+//! Context: process context, may sleep. `registry`, `topology`, `snapshots` and `files` are mutexes that are never held together. While
 //! `registry` is held only atomics of the providers are touched; see "Lock order" in Documentation/design/lifecycle.md.
 //! References to providers, files and snapshots are dropped with no lock held, as each may be the last one.
 
@@ -11,7 +10,7 @@ use crate::{
     alloc::{
         rules::Rules,
         snapshot::SnapshotCache,
-        topology::PathCache, //
+        topology::KnownTopology, //
     },
     ext::{
         abi::{
@@ -76,7 +75,6 @@ pub(crate) trait OpenFile: Send + Sync {
 struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
-    cache: PathCache,
     /// Memory of providers that were removed while their device did not answer.
     lost: KVec<Lost>,
     /// Whether the system is about to sleep, or sleeps. No provider can be added then.
@@ -88,13 +86,15 @@ struct Registry {
 pub(crate) struct Orchestrator {
     space: AddressSpace<Buffer>,
     rules: Arc<Rules>,
-    /// Incremented whenever a path may have changed. Cached paths and snapshots are of one generation.
+    /// Incremented whenever a snapshot may have become outdated.
     generation: Atomic<u64>,
     next_file: Atomic<u64>,
     /// Sums of the counters of removed providers.
     past: Counters,
     #[pin]
     registry: Mutex<Registry>,
+    #[pin]
+    topology: Mutex<KnownTopology>,
     #[pin]
     regions: Mutex<Regions>,
     #[pin]
@@ -123,10 +123,10 @@ impl Orchestrator {
                 registry <- new_mutex!(Registry {
                     providers: KVec::new(),
                     next_id: 1,
-                    cache: PathCache::new(),
                     lost: KVec::new(),
                     asleep: false,
                 }),
+                topology <- new_mutex!(KnownTopology::NOTHING),
                 regions <- new_mutex!(Regions::NONE),
                 snapshots <- new_mutex!(SnapshotCache::new()),
                 files <- new_mutex!(RBTree::new()),
@@ -149,7 +149,7 @@ impl Orchestrator {
         &self.rules
     }
 
-    /// Returns the generation: a path that was computed under an older one may be outdated.
+    /// Returns the generation: a snapshot that was made under an older one may be outdated.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Relaxed)
     }
@@ -264,7 +264,7 @@ impl Orchestrator {
         id
     }
 
-    /// Adds a provider to the list, drops cached paths and sends the event.
+    /// Adds a provider to the list, drops the snapshots and sends the event.
     ///
     /// Errors: `EBUSY` if the system is about to sleep, `EEXIST` if the function is a provider already, `ENOMEM`.
     pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
@@ -284,7 +284,7 @@ impl Orchestrator {
         // Cannot fail: the capacity was reserved above.
         let _ = registry.providers.insert_within_capacity(at, provider.clone());
         drop(registry);
-        self.forget_paths();
+        self.forget_snapshots();
         self.notify(consts::EVENT_PROVIDER_ADDED, provider.id);
         Ok(())
     }

@@ -1,26 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Paths between providers and clients in this machine's PCI tree.
+//! The topology: a table of all PCI functions of this machine, and the paths between them.
 //!
-//! [`crate::policy::path`] classifies a path and is pure. This file collects its input (the bridges above a function, their
-//! ACS control, the speed and width of their links) and caches the results.
+//! [`crate::policy::path`] classifies a path and is pure. This file collects its input (the bridges above each function, their
+//! ACS control, the speed and width of their links). A table never changes. The orchestrator drops it when a function comes or
+//! goes, and on `P2PMEM_PATHS_RESCAN`.
 //!
-//! Context: process context, may sleep. [`BridgeChain`] takes no lock of p2pmem. [`PathCache`] is protected by
-//! `Orchestrator::registry`.
+//! Context: process context, may sleep. `Topology::verdicts` is a mutex with nothing taken inside.
 
 use crate::{
-    ext::{
-        p2pdma,
-        pci::{
-            self,
-            Function, //
-        }, //
+    ext::pci::{
+        self,
+        Function, //
     },
+    mem::buffer::Provider,
     policy::path::{
         classify,
         host_bridge_id,
         link_bandwidth_of_status,
-        Chain,
         Path,
         PciAddr,
         Port,
@@ -28,159 +25,172 @@ use crate::{
     }, //
 };
 use kernel::{
+    new_mutex,
     prelude::*,
-    rbtree::{RBTree, RBTreeNode},
+    sync::{Arc, Mutex},
 };
 
-/// The functions from a function up to its root bus.
-pub(crate) struct BridgeChain {
+/// The kernel's verdict on traffic between two host bridges: their identities, the smaller one first, and whether the root
+/// complex forwards it.
+type HostVerdict = ((u64, u64), bool);
+
+/// All PCI functions of the machine.
+///
+/// `ports`, `functions` and `order` have the same length. The table keeps references to the functions.
+#[pin_data]
+pub(crate) struct Topology {
+    /// In the order in which the kernel found the functions: a bridge comes before what is below it.
     ports: KVec<Port>,
-    host_bridge: u64,
-    node: i32,
+    functions: KVec<Function>,
+    /// Indexes in the order of the addresses.
+    order: KVec<u32>,
+    /// What the kernel said about pairs of host bridges. This depends on the machine alone.
+    #[pin]
+    verdicts: Mutex<KVec<HostVerdict>>,
 }
 
-impl BridgeChain {
-    /// Walks up from `function`. Errors: `ENOMEM`.
-    pub(crate) fn new(function: &Function) -> Result<Self> {
-        let mut ports = KVec::new();
-        let mut at = Some(function.clone());
-        while let Some(port) = at {
-            let kind = PortKind::from_pcie_type(port.pcie_type(), port.is_bridge());
-            // A virtual function's Link Status is reserved: take the physical function's.
-            let link = port.physical().link_status().map_or(0, link_bandwidth_of_status);
-            ports.push(
-                Port {
-                    addr: port.address(),
-                    kind,
-                    acs_redirect: port.acs_redirects(),
-                    link,
-                },
-                GFP_KERNEL,
-            )?;
-            at = port.upstream();
+impl Topology {
+    /// Collects all functions. Errors: `ENOMEM`.
+    pub(crate) fn new() -> Result<Arc<Self>> {
+        let (mut ports, mut functions, mut order) = (KVec::new(), KVec::new(), KVec::new());
+        let mut next = Function::next(None);
+        while let Some(function) = next {
+            if let Some(port) = port(&function, &ports, &functions, &order) {
+                let at = position(&ports, &order, port.addr).unwrap_or_else(|at| at);
+                order.reserve(1, GFP_KERNEL)?;
+                // Cannot fail: the capacity was reserved above, and `at` is not behind the end.
+                let _ = order.insert_within_capacity(at, ports.len() as u32);
+                ports.push(port, GFP_KERNEL)?;
+                functions.push(function.clone(), GFP_KERNEL)?;
+            }
+            next = Function::next(Some(function));
         }
-        let (domain, bus) = function.host_bridge();
-        Ok(Self {
-            ports,
-            host_bridge: host_bridge_id(domain, bus),
-            // On a machine with one NUMA node every function is on that node, even if the firmware names none.
-            node: match function.node() {
-                -1 => pci::only_node(),
-                node => node,
-            },
-        })
-    }
-
-    fn chain(&self) -> Chain<'_> {
-        Chain {
-            ports: &self.ports,
-            host_bridge: self.host_bridge,
-            numa_node: self.node,
-        }
-    }
-
-    /// Returns the path from this walk's function, `provider`, to `client`.
-    pub(crate) fn path_to(&self, provider: &Function, client: &Function, client_walk: &Self) -> Path {
-        let distance = p2pdma::distance(provider, client).and_then(|d| i32::try_from(d).ok());
-        classify(
-            &self.chain(),
-            &client_walk.chain(),
-            distance.unwrap_or(-1),
-            pci::node_distance(self.node, client_walk.node),
+        Arc::pin_init(
+            pin_init!(Self {
+                ports,
+                functions,
+                order,
+                verdicts <- new_mutex!(KVec::new()),
+            }),
+            GFP_KERNEL,
         )
     }
-}
 
-/// Cached paths by provider id and client address, of one generation.
-pub(crate) struct PathCache {
-    generation: u64,
-    count: usize,
-    paths: RBTree<(u32, PciAddr), Path>,
-}
-
-impl PathCache {
-    /// Maximum number of paths, more than any machine needs. A program that names all functions one after the other makes
-    /// the cache start again from empty.
-    const MOST: usize = 65_536;
-
-    pub(crate) fn new() -> Self {
-        Self {
-            generation: 0,
-            count: 0,
-            paths: RBTree::new(),
-        }
+    /// Returns the function at `addr` and its index, if there is one.
+    pub(crate) fn find(&self, addr: PciAddr) -> Option<(usize, &Function)> {
+        let at = *self.order.get(position(&self.ports, &self.order, addr).ok()?)? as usize;
+        Some((at, self.functions.get(at)?))
     }
 
-    /// Makes the cache that of `generation`, dropping all paths if it was of another one or is full. Returns the old cache,
-    /// to be dropped without the lock.
-    pub(crate) fn renew(&mut self, generation: u64) -> Option<Self> {
-        if generation == self.generation && self.count < Self::MOST {
-            return None;
-        }
-        let new = Self {
-            generation,
-            ..Self::new()
+    /// Returns the index of a function. That of a function which is gone is outside of the table.
+    pub(crate) fn index_of(&self, function: &Function) -> usize {
+        index_of(&self.ports, &self.functions, &self.order, function).unwrap_or(usize::MAX)
+    }
+
+    /// Returns the path from a provider, whose function has the index `from`, to the function with the index `to`.
+    ///
+    /// May sleep. Errors: `ENOMEM`, `ENODEV` (the path takes the kernel's verdict, and the provider is being removed).
+    pub(crate) fn path(&self, provider: &Provider, from: usize, to: usize) -> Result<Path> {
+        let (Some(a), Some(b)) = (self.ports.get(from), self.ports.get(to)) else {
+            return Ok(classify(&self.ports, from, to, 0, || false));
         };
-        Some(core::mem::replace(self, new))
-    }
-
-    /// Returns the cached path, if there is one.
-    pub(crate) fn get(&self, provider: u32, client: PciAddr) -> Option<Path> {
-        self.paths.get(&(provider, client)).copied()
-    }
-
-    /// Adds a path that was computed at `generation`. Ignores the path if the cache is of another generation.
-    pub(crate) fn put(&mut self, generation: u64, node: RBTreeNode<(u32, PciAddr), Path>) {
-        if generation == self.generation && self.paths.insert(node).is_none() {
-            self.count += 1;
+        let pair = (a.host_bridge.min(b.host_bridge), a.host_bridge.max(b.host_bridge));
+        let numa_distance = pci::node_distance(a.numa_node, b.numa_node);
+        let known = || {
+            self.verdicts
+                .lock()
+                .iter()
+                .find(|(hosts, _)| *hosts == pair)
+                .map(|(_, forwards)| *forwards)
+        };
+        let mut unknown = false;
+        let path = classify(&self.ports, from, to, numa_distance, || {
+            let forwards = known();
+            unknown = forwards.is_none();
+            forwards.unwrap_or(false)
+        });
+        if !unknown {
+            return Ok(path);
         }
+        // The table has as many functions as ports.
+        let client = self.functions.get(to).ok_or(EINVAL)?;
+        let forwards = provider.is_reached_by(client)?;
+        // Another task may have added the same verdict meanwhile.
+        self.verdicts.lock().push((pair, forwards), GFP_KERNEL)?;
+        Ok(classify(&self.ports, from, to, numa_distance, || forwards))
     }
 }
 
-#[kunit_tests(p2pmem_topology)]
-mod tests {
-    use super::*;
+/// The table, once somebody has needed it, and how often it was dropped.
+pub(crate) struct KnownTopology {
+    topology: Option<Arc<Topology>>,
+    dropped: u64,
+}
 
-    const CLIENT: PciAddr = PciAddr {
-        domain: 0,
-        bus: 1,
-        devfn: 0,
+impl KnownTopology {
+    pub(crate) const NOTHING: Self = Self {
+        topology: None,
+        dropped: 0,
     };
 
-    fn node(provider: u32, distance: i32) -> Result<RBTreeNode<(u32, PciAddr), Path>> {
-        let nowhere = Chain {
-            ports: &[],
-            host_bridge: 0,
-            numa_node: 0,
-        };
-        let path = classify(&nowhere, &nowhere, distance, 10);
-        Ok(RBTreeNode::new((provider, CLIENT), path, GFP_KERNEL)?)
+    pub(crate) fn get(&self) -> Option<Arc<Topology>> {
+        self.topology.clone()
     }
 
-    #[test]
-    fn new_generation_drops_cached_paths() -> Result {
-        let mut cache = PathCache::new();
-        assert!(cache.renew(0).is_none());
-        cache.put(0, node(1, 5)?);
-        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 5));
-        assert!(cache.get(2, CLIENT).is_none());
-        // The same pair again replaces the path.
-        cache.put(0, node(1, 6)?);
-        assert!(cache.get(1, CLIENT).is_some_and(|path| path.distance == 6));
-        assert_eq!(cache.count, 1);
-        // A new generation drops all paths, and a path of an old generation is not added.
-        assert!(cache.renew(3).is_some_and(|old| old.count == 1));
-        assert!(cache.get(1, CLIENT).is_none());
-        cache.put(2, node(1, 7)?);
-        assert!(cache.get(1, CLIENT).is_none() && cache.count == 0);
-        Ok(())
+    pub(crate) fn dropped(&self) -> u64 {
+        self.dropped
     }
 
-    #[test]
-    fn full_cache_is_emptied() {
-        let mut cache = PathCache::new();
-        cache.count = PathCache::MOST;
-        assert!(cache.renew(0).is_some());
-        assert!(cache.count == 0 && cache.renew(0).is_none());
+    /// Keeps a table that was collected when the number of drops was `dropped`, unless one was dropped since. Returns the table
+    /// to drop without a lock.
+    pub(crate) fn keep(&mut self, new: &Arc<Topology>, dropped: u64) -> Option<Arc<Topology>> {
+        if self.dropped != dropped {
+            return None;
+        }
+        self.topology.replace(new.clone())
     }
+
+    /// Forgets the table. Returns the table to drop without a lock: the last reference to a function frees the function.
+    pub(crate) fn forget(&mut self) -> Option<Arc<Topology>> {
+        self.dropped += 1;
+        self.topology.take()
+    }
+}
+
+/// Returns where the function at `addr` is in `order`, or where it has to be inserted.
+fn position(ports: &[Port], order: &[u32], addr: PciAddr) -> core::result::Result<usize, usize> {
+    order.binary_search_by_key(&Some(addr), |&at| ports.get(at as usize).map(|port| port.addr))
+}
+
+fn index_of(ports: &[Port], functions: &[Function], order: &[u32], function: &Function) -> Option<usize> {
+    let at = *order.get(position(ports, order, function.address()).ok()?)? as usize;
+    functions.get(at).filter(|found| found.same(function)).map(|_| at)
+}
+
+/// Returns the entry of a function for the table that has these functions so far, or `None` if the function or a bridge above
+/// it is being removed.
+fn port(function: &Function, ports: &[Port], functions: &[Function], order: &[u32]) -> Option<Port> {
+    if !function.has_hierarchy() {
+        return None;
+    }
+    let bridge = match function.upstream() {
+        None => None,
+        Some(bridge) => Some(index_of(ports, functions, order, &bridge)?),
+    };
+    let (domain, bus) = function.host_bridge();
+    Some(Port {
+        addr: function.address(),
+        kind: PortKind::from_pcie_type(function.pcie_type(), function.is_bridge()),
+        acs_redirect: function.acs_redirects(),
+        // A virtual function's Link Status is reserved: take the physical function's.
+        link: function.physical().link_status().map_or(0, link_bandwidth_of_status),
+        bridge,
+        depth: bridge.and_then(|at| ports.get(at)).map_or(0, |above| above.depth + 1),
+        host_bridge: host_bridge_id(domain, bus),
+        // On a machine with one NUMA node every function is on that node, even if the firmware names none.
+        numa_node: match function.node() {
+            -1 => pci::only_node(),
+            node => node,
+        },
+    })
 }

@@ -9,7 +9,6 @@
 use crate::{
     ext::{
         device_name::DeviceName,
-        p2pdma,
         pci::Function, //
     },
     sys, //
@@ -57,12 +56,5 @@ impl DmaDevice<'_> {
         let pdev = NonNull::new(unsafe { sys::p2pmem_dev_pci(self.as_raw()) })?;
         // SAFETY: The device keeps `pdev` valid at least until `of_raw()` has taken its own reference.
         Some(unsafe { Function::of_raw(pdev) })
-    }
-
-    /// Returns whether the device can reach the provider. May sleep. C: `pci_p2pdma_distance_many()`. False if no PCI
-    /// function does the device's DMA.
-    pub(crate) fn reaches(&self, provider: &Function) -> bool {
-        self.function()
-            .is_some_and(|client| p2pdma::distance(provider, &client).is_some())
     }
 }

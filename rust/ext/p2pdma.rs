@@ -64,19 +64,22 @@ pub(crate) fn withdraw(dev: &pci::Device<Bound>) {
     unsafe { bindings::pci_p2pmem_publish(Function::of(dev).as_raw(), false) };
 }
 
-/// Returns the kernel's distance between a provider and a client in hops, or `None` if the client cannot reach the
-/// provider. C: `pci_p2pdma_distance_many()`.
+/// Returns whether `client` can reach the memory of `provider`. C: `pci_p2pdma_distance_many()`.
 ///
-/// Also `None` if one of them is a removed virtual function. May sleep.
-pub(crate) fn distance(provider: &Function, client: &Function) -> Option<u32> {
+/// False if one of them is a removed virtual function. May sleep.
+///
+/// # Safety
+///
+/// The p2pdma data of `provider`, if there is any, stays valid during the call: the kernel reads and changes it without a lock, and
+/// frees it without waiting for readers if it has no pool.
+unsafe fn is_reached_by(provider: &Function, client: &Function) -> bool {
     if !provider.has_hierarchy() || !client.has_hierarchy() {
-        return None;
+        return false;
     }
     let mut clients = [client.as_raw_device()];
     // SAFETY: Both references keep their functions valid, and `has_hierarchy()` says that the bridges above them are valid too.
-    // The array has one element.
-    let distance = unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) };
-    u32::try_from(distance).ok()
+    // The caller keeps the p2pdma data valid. The array has one element.
+    unsafe { bindings::pci_p2pdma_distance_many(provider.as_raw(), clients.as_mut_ptr(), 1, false) >= 0 }
 }
 
 /// Returns the published provider that the kernel chooses for the clients, or `None` if there is none. C:
@@ -161,6 +164,14 @@ impl Pool {
     /// Closes the pool: [`Self::take`] returns `None` from now on. Chunks stay valid. Takes `open`.
     pub(super) fn close(&self) {
         *self.open.lock() = false;
+    }
+
+    /// Returns whether `client` can reach the pool's memory, or `None` if the pool is closed. May sleep; takes `open`.
+    pub(crate) fn is_reached_by(&self, client: &Function) -> Option<bool> {
+        let open = self.open.lock();
+        // SAFETY: While `open` is locked and true, the driver that made the pool is bound, and p2pdma data lives until the driver
+        // is unbound.
+        open.then(|| unsafe { is_reached_by(&self.function, client) })
     }
 
     /// Allocates `size` bytes, a multiple of the page size, in one piece. May sleep; takes `open`.
@@ -322,6 +333,17 @@ impl Backing {
             Self::Pages(chunk) => chunk.bus_addr(offset),
             Self::Window(window) => window.bus_addr(offset),
         }
+    }
+
+    /// Returns whether `client` can reach the memory. May sleep.
+    pub(crate) fn is_reached_by(&self, client: &Function) -> bool {
+        let function = match self {
+            Self::Pages(chunk) => &chunk.function,
+            Self::Window(window) => window.function(),
+        };
+        // SAFETY: The kernel frees a function's p2pdma data after the page map of a chunk, and when a driver is unbound, which waits
+        // for windows.
+        unsafe { is_reached_by(function, client) }
     }
 
     /// Takes p2pmem's reference to each page of a range; see [`PoolChunk::hold`]. Does nothing without pages.

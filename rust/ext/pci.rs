@@ -52,7 +52,7 @@ impl Function {
     ///
     /// False for a virtual function that was removed before this object was made. Otherwise this object keeps the
     /// hierarchy: a function keeps its bus and the bridges above.
-    pub(super) fn has_hierarchy(&self) -> bool {
+    pub(crate) fn has_hierarchy(&self) -> bool {
         // SAFETY: `device` keeps the function valid. Whether it is a virtual function does not change.
         self.physical.is_some() || !unsafe { sys::p2pmem_pci_is_virtfn(self.as_raw()) }
     }

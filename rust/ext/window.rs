@@ -105,11 +105,12 @@ impl MappedExtent {
 ///
 /// # Invariants
 ///
-/// - `kaddr` maps `size` bytes of I/O memory at the physical address `phys`, and `provider` is that of the BAR.
+/// - `kaddr` maps `size` bytes of I/O memory at the physical address `phys`, and `provider` is that of the BAR of `function`.
 /// - The device stays bound to its driver while the window exists: the window is counted in `windows`, and unbinding
 ///   waits for the count.
 /// - User mappings of the memory exist in `space` only, at pages within `shown`.
 pub(crate) struct Window {
+    function: Function,
     space: Space,
     shown: MappedExtent,
     provider: NonNull<bindings::p2pdma_provider>,
@@ -157,6 +158,7 @@ impl Window {
         *windows.count.lock() += 1;
         // INVARIANT: The range was mapped and the window counted above. No user mapping exists, so `shown` is empty.
         Ok(Self {
+            function: function.clone(),
             space,
             shown: MappedExtent::new(),
             provider,
@@ -165,6 +167,10 @@ impl Window {
             kaddr,
             windows: windows.clone(),
         })
+    }
+
+    pub(super) fn function(&self) -> &Function {
+        &self.function
     }
 
     /// Returns the size in bytes.

@@ -309,6 +309,21 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.function.function_id()
     }
 
+    /// Returns whether the kernel lets `client` access the memory. May sleep; takes `inner`. Errors: `ENODEV` (the provider is being
+    /// removed).
+    pub(crate) fn is_reached_by(&self, client: &Function) -> Result<bool> {
+        let inner = self.inner.lock();
+        let own = match inner.source.as_ref().ok_or(ENODEV)? {
+            Source::Own { backing, .. } => Ok(backing.clone()),
+            Source::Adopted { pool, .. } => Err(pool.clone()),
+        };
+        drop(inner);
+        match own {
+            Ok(backing) => Ok(backing.is_reached_by(client)),
+            Err(pool) => pool.is_reached_by(client).ok_or(ENODEV),
+        }
+    }
+
     /// Charges the caller's cgroup for `bytes` of this provider. Errors: `EAGAIN` (a limit of dmem).
     pub(crate) fn charge_cgroup(&self, bytes: u64) -> Result<CgroupCharge> {
         if !Region::COUNTS {

@@ -3,13 +3,14 @@
 //! Classification of the path between a provider and a client.
 //!
 //! PCI is a tree: a function has at most one bridge above it, and the walk up ends at a host bridge. The caller collects
-//! that walk for both functions ([`Chain`]). [`classify`] finds where both walks meet, whether peer traffic turns around
-//! there or has to go up to the root complex, and the narrowest link of the path.
+//! all functions of the machine in a table ([`Port`]). [`classify`] walks up from both functions to the lowest bridge above
+//! both, and finds whether peer traffic turns around there or has to go up to the root complex, and the narrowest link of the
+//! path.
 //!
 //! The kernel routes the traffic as `calc_map_type_and_dist()` (drivers/pci/p2pdma.c) decides. The result agrees with it:
 //! hops are counted in the same manner, and [`Path::bus_addr`] is set exactly where the kernel maps bus addresses. Whether the
-//! root complex forwards peer traffic depends on the CPU and on the kernel's list of host bridges, so the caller passes
-//! that verdict in.
+//! root complex forwards peer traffic depends on the CPU and on the kernel's list of host bridges, so the caller gives
+//! that verdict.
 //!
 //! The file is pure: it needs nothing but `core`, allocates nothing, cannot panic, takes no lock, and has no `unsafe`. The
 //! module and the host tests of tests/suites/pure compile the same source.
@@ -45,10 +46,10 @@ impl PciAddr {
     }
 }
 
-/// The role of a function in a walk.
+/// The role of a function in the tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PortKind {
-    /// Not a bridge: the first function of a walk.
+    /// Not a bridge.
     Endpoint,
     /// A root port: a bridge of the root complex.
     RootPort,
@@ -74,7 +75,7 @@ impl PortKind {
     }
 }
 
-/// One function of a walk.
+/// One function in the table of all functions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Port {
     /// The function's address.
@@ -88,6 +89,15 @@ pub(crate) struct Port {
     /// ports and downstream ports that is the link *below* the port, which the function below describes too, so the value
     /// is ignored there. A virtual function's Link Status is reserved: pass that of the physical function.
     pub(crate) link: u32,
+    /// Index of the bridge above in the table, smaller than the function's own index. `None` on a root bus.
+    pub(crate) bridge: Option<usize>,
+    /// Number of bridges above.
+    pub(crate) depth: u32,
+    /// Identity of the host bridge, see [`host_bridge_id`].
+    pub(crate) host_bridge: u64,
+    /// NUMA node of the function, negative if unknown. On a machine with one online node the caller passes that node for
+    /// functions without one.
+    pub(crate) numa_node: i32,
 }
 
 impl Port {
@@ -98,19 +108,6 @@ impl Port {
             PortKind::Endpoint | PortKind::Upstream | PortKind::Bridge => self.link,
         }
     }
-}
-
-/// The walk from a function up to its root bus.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Chain<'a> {
-    /// The function itself, then each `pci_upstream_bridge()` up to the root bus. Empty for a function that is gone:
-    /// nothing reaches it.
-    pub(crate) ports: &'a [Port],
-    /// Identity of the host bridge, see [`host_bridge_id`].
-    pub(crate) host_bridge: u64,
-    /// NUMA node of the function, negative if unknown. On a machine with one online node the caller passes that node for
-    /// functions without one.
-    pub(crate) numa_node: i32,
 }
 
 /// Returns the identity of a host bridge, made of the domain and number of its root bus.
@@ -169,8 +166,6 @@ pub(crate) struct Path {
     /// Steps from both functions up to the lowest common bridge, or to the host bridges if there is none. As in the kernel,
     /// an ACS redirection does not change the number.
     pub(crate) hops: u32,
-    /// The result of `pci_p2pdma_distance_many()` for the pair, negative if unreachable.
-    pub(crate) distance: i32,
     /// Whether a port of the path redirects peer traffic upstream.
     pub(crate) acs_redirect: bool,
     /// Whether peer traffic uses bus addresses and stays below the common bridge.
@@ -190,108 +185,169 @@ pub(crate) fn indexed<T>(slice: &[T]) -> impl Iterator<Item = (usize, &T)> {
     (0..slice.len()).zip(slice)
 }
 
-/// Returns the steps up to the lowest common function in both walks.
-fn meet(a: &[Port], b: &[Port]) -> Option<(usize, usize)> {
-    indexed(a).find_map(|(i, port)| {
-        indexed(b)
-            .find(|(_, other)| other.addr == port.addr)
-            .map(|(j, _)| (i, j))
-    })
+impl Path {
+    /// The path to or from a function that is gone.
+    const NONE: Self = Self {
+        class: PathClass::Unreachable,
+        hops: 0,
+        acs_redirect: false,
+        bus_addr: false,
+        bandwidth: 0,
+        numa_distance: 0,
+        bridge: None,
+    };
+
+    /// Returns the result of `pci_p2pdma_distance_many()` for the pair: the hops, or -1 if unreachable.
+    pub(crate) fn kernel_distance(&self) -> i32 {
+        match self.class {
+            PathClass::Unreachable => -1,
+            _ => i32::try_from(self.hops).unwrap_or(i32::MAX),
+        }
+    }
 }
 
-/// Whether two functions, `up_a` and `up_b` steps below `bridge`, belong to one device.
-fn same_device(a: &[Port], b: &[Port], (up_a, up_b): (usize, usize), bridge: &Port) -> bool {
+/// What a walk up the tree has passed.
+#[derive(Default)]
+struct Walk {
+    /// Whether the ACS control of a port redirects.
+    acs_redirect: bool,
+    /// Number of upstream ports and conventional bridges: each switch of a path has its one upstream port in it.
+    switches: u32,
+    /// Bandwidth of the narrowest link in MB/s, 0 if none is known.
+    bandwidth: u32,
+}
+
+impl Walk {
+    /// Goes from `port` to the bridge above it.
+    fn pass(&mut self, port: &Port) {
+        self.acs_redirect |= port.acs_redirect;
+        if matches!(port.kind, PortKind::Upstream | PortKind::Bridge) {
+            self.switches = self.switches.saturating_add(1);
+        }
+        self.bandwidth = match (self.bandwidth, port.link_above()) {
+            (0, link) | (link, 0) => link,
+            (narrowest, link) => narrowest.min(link),
+        };
+    }
+}
+
+/// Returns the bridge above `port`, which has the index `at`, with its index.
+fn above<'a>(ports: &'a [Port], at: usize, port: &Port) -> Option<(usize, &'a Port)> {
+    // Smaller indexes make every walk end, whatever the table is.
+    let bridge = port.bridge.filter(|&bridge| bridge < at)?;
+    Some((bridge, ports.get(bridge)?))
+}
+
+/// Returns whether two functions, `up_a` and `up_b` steps below `bridge`, belong to one device.
+fn same_device((a, up_a): (&Port, u32), (b, up_b): (&Port, u32), bridge: &Port) -> bool {
     match (up_a, up_b) {
         (0, 0) => true,
-        (1, 1) => match (bridge.kind, a.first(), b.first()) {
-            // A link has one device at its lower end, even if ARI or SR-IOV gives the functions different bus or device
-            // numbers.
-            (PortKind::RootPort | PortKind::Downstream, _, _) => true,
-            (_, Some(a), Some(b)) => a.addr.same_slot(b.addr),
-            _ => false,
-        },
+        // A link has one device at its lower end, even if ARI or SR-IOV gives the functions different bus or device
+        // numbers.
+        (1, 1) => matches!(bridge.kind, PortKind::RootPort | PortKind::Downstream) || a.addr.same_slot(b.addr),
         _ => false,
     }
 }
 
-/// Returns the narrowest known link above `ports` in MB/s, 0 if none is known.
-fn narrowest<'a>(ports: impl Iterator<Item = &'a Port>) -> u32 {
-    ports.map(Port::link_above).filter(|&link| link != 0).min().unwrap_or(0)
-}
-
-/// Classifies the path between a provider and a client.
+/// Classifies the path between a provider and a client, given by their indexes in the table of all functions. An index
+/// outside of the table stands for a function that is gone, which nothing reaches.
 ///
-/// `kernel_distance` is the result of `pci_p2pdma_distance_many()` for this client alone; if it is negative the path is
-/// unreachable, whatever the walks are. `numa_distance` is the kernel's distance between the two nodes, ignored if one is
-/// unknown.
+/// `numa_distance` is the kernel's distance between the two nodes, 0 if one is unknown. `forwards` returns whether the root
+/// complex forwards traffic between both functions; it is called only for traffic that goes there.
 ///
-/// The result is symmetric in `provider` and `client`.
-pub(crate) fn classify(provider: &Chain<'_>, client: &Chain<'_>, kernel_distance: i32, numa_distance: u32) -> Path {
-    let (a, b) = (provider.ports, client.ports);
-    let common = meet(a, b);
-    let (up_a, up_b) = common.unwrap_or((a.len(), b.len()));
-    let bridge = common.and_then(|(i, _)| a.get(i));
-    let below = || a.iter().take(up_a).chain(b.iter().take(up_b));
+/// The result is symmetric in `provider` and `client`, if `forwards` is.
+pub(crate) fn classify(
+    ports: &[Port],
+    provider: usize,
+    client: usize,
+    numa_distance: u32,
+    forwards: impl FnOnce() -> bool,
+) -> Path {
+    let (Some(a), Some(b)) = (ports.get(provider), ports.get(client)) else {
+        return Path::NONE;
+    };
+    let mut walk = Walk::default();
+    let mut hops: u32 = 0;
+    // The lower one goes up until both meet, or one of them is past a root bus.
+    let (mut one, mut other) = ((provider, a), (client, b));
+    let common = loop {
+        if one.0 == other.0 {
+            break Some(one);
+        }
+        if one.1.depth < other.1.depth {
+            core::mem::swap(&mut one, &mut other);
+        }
+        walk.pass(one.1);
+        hops = hops.saturating_add(1);
+        match above(ports, one.0, one.1) {
+            Some(bridge) => one = bridge,
+            None => {
+                // Both are on root buses.
+                walk.pass(other.1);
+                hops = hops.saturating_add(1);
+                break None;
+            }
+        }
+    };
 
     // As in the kernel, the common bridge's own ACS control counts: a port that redirects does not turn peer traffic from
     // below around.
-    let acs_redirect = below().chain(bridge).any(|port| port.acs_redirect);
-
-    let class_below = match bridge {
-        Some(bridge) if !acs_redirect => {
-            // Each switch of the path has its one upstream port in it, unless the path ends in the downstream port above
-            // the other function. A conventional bridge is crossed only if it is below the common bridge.
-            let turns_in_switch = match bridge.kind {
-                PortKind::Upstream => true,
-                PortKind::Downstream => up_a == 0 || up_b == 0,
-                PortKind::Endpoint | PortKind::RootPort | PortKind::Bridge => false,
-            };
-            let crossed = below()
-                .filter(|port| matches!(port.kind, PortKind::Upstream | PortKind::Bridge))
-                .fold(usize::from(turns_in_switch), |crossed, _| crossed.saturating_add(1));
-            Some(if same_device(a, b, (up_a, up_b), bridge) {
-                PathClass::SameDevice
-            } else if crossed <= 1 {
-                PathClass::SameSwitch
-            } else {
-                PathClass::Switches
-            })
+    let acs_redirect = walk.acs_redirect || common.is_some_and(|(_, bridge)| bridge.acs_redirect);
+    let class_below = common.filter(|_| !acs_redirect).map(|(_, bridge)| {
+        let (up_a, up_b) = (
+            a.depth.saturating_sub(bridge.depth),
+            b.depth.saturating_sub(bridge.depth),
+        );
+        // A path that ends in the downstream port above the other function has that switch's upstream port not in it. A
+        // conventional bridge is crossed only if it is below the common bridge.
+        let turns_in_switch = match bridge.kind {
+            PortKind::Upstream => true,
+            PortKind::Downstream => up_a == 0 || up_b == 0,
+            PortKind::Endpoint | PortKind::RootPort | PortKind::Bridge => false,
+        };
+        if same_device((a, up_a), (b, up_b), bridge) {
+            PathClass::SameDevice
+        } else if walk.switches.saturating_add(u32::from(turns_in_switch)) <= 1 {
+            PathClass::SameSwitch
+        } else {
+            PathClass::Switches
         }
-        _ => None,
-    };
+    });
 
-    let nodes_known = provider.numa_node >= 0 && client.numa_node >= 0;
-    let reachable = kernel_distance >= 0 && !a.is_empty() && !b.is_empty();
+    let same_node = a.numa_node >= 0 && a.numa_node == b.numa_node;
     let class = match class_below {
-        _ if !reachable => PathClass::Unreachable,
         Some(class) => class,
-        None if bridge.is_some() || provider.host_bridge == client.host_bridge => PathClass::HostBridge,
-        None if nodes_known && provider.numa_node == client.numa_node => PathClass::NumaNode,
+        None if !forwards() => PathClass::Unreachable,
+        None if a.host_bridge == b.host_bridge => PathClass::HostBridge,
+        None if same_node => PathClass::NumaNode,
         None => PathClass::System,
     };
 
-    let bandwidth = match class_below {
-        Some(PathClass::SameDevice) => 0,
-        Some(_) => narrowest(below()),
-        None => narrowest(a.iter().chain(b)),
-    };
+    // Traffic that turns around in the root complex also crosses the links above the common bridge.
+    let mut up = common.filter(|_| class_below.is_none());
+    while let Some((at, port)) = up {
+        walk.pass(port);
+        up = above(ports, at, port);
+    }
 
     // If one function is above the other, or both are the same, the bridge above that function is the lowest bridge above
     // both.
-    let lowest = common.and_then(|(i, j)| {
-        let own = usize::from(i == 0 || j == 0);
-        a.get(i.saturating_add(own))
-    });
+    let lowest = match common {
+        Some((at, bridge)) if at == provider || at == client => above(ports, at, bridge),
+        common => common,
+    };
 
     Path {
         class,
-        hops: u32::try_from(up_a.saturating_add(up_b)).unwrap_or(u32::MAX),
-        distance: kernel_distance,
+        hops,
         acs_redirect,
-        bus_addr: reachable && class_below.is_some(),
-        bandwidth,
-        numa_distance: if nodes_known { numa_distance } else { 0 },
-        bridge: lowest.map(|port| port.addr),
+        bus_addr: class_below.is_some(),
+        bandwidth: match class_below {
+            Some(PathClass::SameDevice) => 0,
+            _ => walk.bandwidth,
+        },
+        numa_distance,
+        bridge: lowest.map(|(_, port)| port.addr),
     }
 }
 
@@ -330,24 +386,43 @@ pub(crate) fn link_bandwidth_of_status(link_status: u16) -> u32 {
 mod tests {
     use super::*;
 
+    const PORT: Port = Port {
+        addr: PciAddr {
+            domain: 0,
+            bus: 0,
+            devfn: 0,
+        },
+        kind: PortKind::RootPort,
+        acs_redirect: false,
+        link: 0,
+        bridge: None,
+        depth: 0,
+        host_bridge: 0,
+        numa_node: 0,
+    };
+
+    /// A function below the bridge of that index, which is `depth` - 1 bridges below the root bus.
+    fn below(bridge: usize, depth: u32, (bus, devfn): (u8, u8), kind: PortKind, link: u32) -> Port {
+        let addr = PciAddr { domain: 0, bus, devfn };
+        let bridge = Some(bridge);
+        Port {
+            addr,
+            kind,
+            link,
+            bridge,
+            depth,
+            ..PORT
+        }
+    }
+
     #[test]
     fn functions_of_one_device_share_slot_on_bus_with_slots() {
-        let port = |domain, bus, devfn, kind| Port {
-            addr: PciAddr { domain, bus, devfn },
-            kind,
-            acs_redirect: false,
-            link: 0,
-        };
         let classes = |above: PortKind| {
             [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
-                let a = [port(0, 5, 0x80, PortKind::Endpoint), port(0, 1, 0, above)];
-                let b = [port(domain, bus, devfn, PortKind::Endpoint), port(0, 1, 0, above)];
-                let chain = |ports| Chain {
-                    ports,
-                    host_bridge: 0,
-                    numa_node: 0,
-                };
-                classify(&chain(&a), &chain(&b), 2, 10).class
+                let mut other = below(0, 1, (bus, devfn), PortKind::Endpoint, 0);
+                other.addr.domain = domain;
+                let one = below(0, 1, (5, 0x80), PortKind::Endpoint, 0);
+                classify(&[Port { kind: above, ..PORT }, one, other], 1, 2, 10, || true).class
             })
         };
         let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
@@ -364,25 +439,9 @@ mod tests {
 
     #[test]
     fn removed_functions_are_unreachable() {
-        let ports = [Port {
-            addr: PciAddr {
-                domain: 0,
-                bus: 1,
-                devfn: 0,
-            },
-            kind: PortKind::Endpoint,
-            acs_redirect: false,
-            link: 984,
-        }];
-        let here = Chain {
-            ports: &ports,
-            host_bridge: 0,
-            numa_node: 0,
-        };
-        let gone = Chain { ports: &[], ..here };
-        for (a, b) in [(&here, &gone), (&gone, &here), (&gone, &gone)] {
-            let path = classify(a, b, 0, 10);
-            assert_eq!(path.class, PathClass::Unreachable);
+        for (a, b) in [(0, 1), (1, 0), (1, 1)] {
+            let path = classify(&[PORT], a, b, 10, || true);
+            assert_eq!((path.class, path.kernel_distance()), (PathClass::Unreachable, -1));
             assert!(!path.bus_addr);
             assert_eq!(path.bridge, None);
         }
@@ -456,43 +515,40 @@ mod tests {
     /// root port with one endpoint.
     #[test]
     fn distances_match_kernel() {
-        let port = |bus, devfn, kind, link| Port {
-            addr: PciAddr { domain: 0, bus, devfn },
-            kind,
-            acs_redirect: false,
-            link,
+        let far = |port| Port {
+            host_bridge: host_bridge_id(0, 0x80),
+            numa_node: 1,
+            ..port
         };
-        let (root, down) = (port(0, 0x08, PortKind::RootPort, 0), PortKind::Downstream);
-        let up = port(1, 0, PortKind::Upstream, 2_000);
-        let a = [port(3, 0, PortKind::Endpoint, 16_000), port(2, 0x00, down, 0), up, root];
-        let b = [port(4, 0, PortKind::Endpoint, 15_000), port(2, 0x08, down, 0), up, root];
-        let c = [
-            port(5, 0, PortKind::Endpoint, 8_000),
-            port(0, 0x10, PortKind::RootPort, 0),
+        let ports = [
+            PORT,
+            below(0, 1, (1, 0), PortKind::Upstream, 2_000),
+            below(1, 2, (2, 0x00), PortKind::Downstream, 0),
+            below(1, 2, (2, 0x08), PortKind::Downstream, 0),
+            below(2, 3, (3, 0), PortKind::Endpoint, 16_000),
+            below(3, 3, (4, 0), PortKind::Endpoint, 15_000),
+            PORT,
+            below(6, 1, (5, 0), PortKind::Endpoint, 8_000),
+            far(PORT),
+            far(below(8, 1, (0x81, 0), PortKind::Endpoint, 4_000)),
         ];
-        let d = [
-            port(0x81, 0, PortKind::Endpoint, 4_000),
-            port(0x80, 0, PortKind::RootPort, 0),
-        ];
-        let chain = |ports, bus: u8| Chain {
-            ports,
-            host_bridge: host_bridge_id(0, bus),
-            numa_node: i32::from(bus >> 7),
-        };
-        let (a, b, c, d) = (chain(&a, 0), chain(&b, 0), chain(&c, 0), chain(&d, 0x80));
+        let (a, b, c, d) = (4, 5, 7, 9);
         for (one, other, class, hops, bandwidth) in [
-            (&a, &a, PathClass::SameDevice, 0, 0),
-            (&a, &b, PathClass::SameSwitch, 4, 15_000),
-            (&a, &c, PathClass::HostBridge, 6, 2_000),
-            (&c, &d, PathClass::System, 4, 4_000),
-            (&a, &d, PathClass::System, 6, 2_000),
+            (a, a, PathClass::SameDevice, 0, 0),
+            (a, b, PathClass::SameSwitch, 4, 15_000),
+            (a, c, PathClass::HostBridge, 6, 2_000),
+            (c, d, PathClass::System, 4, 4_000),
+            (a, d, PathClass::System, 6, 2_000),
         ] {
-            let path = classify(one, other, 7, 10);
+            let path = classify(&ports, one, other, 10, || true);
             assert_eq!((path.class, path.hops, path.bandwidth), (class, hops, bandwidth));
+            assert_eq!(path.kernel_distance(), hops as i32);
             let below = class <= PathClass::Switches;
             assert_eq!(path.bus_addr, below);
-            assert_eq!(classify(other, one, 7, 10), path);
-            assert_eq!(classify(one, other, -1, 10).class, PathClass::Unreachable);
+            assert_eq!(classify(&ports, other, one, 10, || true), path);
+            // Only traffic that goes to the root complex needs its verdict.
+            let refused = classify(&ports, one, other, 10, || false);
+            assert!((refused.class == PathClass::Unreachable) != below);
         }
     }
 }

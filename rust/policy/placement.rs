@@ -450,7 +450,6 @@ mod tests {
     const NEAR: Path = Path {
         class: PathClass::SameSwitch,
         hops: 4,
-        distance: 4,
         acs_redirect: false,
         bus_addr: true,
         bandwidth: 8_000,

@@ -282,7 +282,6 @@ mod tests {
         Path {
             class,
             hops: 4,
-            distance: 4,
             acs_redirect: false,
             bus_addr: true,
             bandwidth: 0,

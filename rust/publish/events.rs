@@ -45,7 +45,7 @@ impl bus::Listener for BusEvents {
     }
 
     fn changed(&self) {
-        self.0.forget_paths();
+        self.0.forget_topology();
     }
 }
 

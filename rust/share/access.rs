@@ -10,7 +10,6 @@ use crate::{
         abi,
         device_name::DeviceName,
         dma_device::DmaDevice,
-        pci::Function,
         refusal::{
             refuse,
             Answer,
@@ -21,12 +20,12 @@ use crate::{
         Buffer,
         Provider, //
     },
-    policy::rule::Subject as _, //
+    policy::{
+        path::Path,
+        rule::Subject as _, //
+    }, //
 };
-use kernel::{
-    prelude::*,
-    sync::Arc, //
-};
+use kernel::prelude::*;
 
 /// Checks whether a device named `name` may access a buffer, which may have been allocated for other devices: whether the
 /// device can reach the provider, and whether the rules allow the access. May sleep.
@@ -34,31 +33,29 @@ use kernel::{
 /// Errors: `EHOSTUNREACH` if there is no path, with the reason; `EACCES` if a rule forbids the access; those of the path
 /// lookup.
 pub(crate) fn check(buffer: &Buffer, device: DmaDevice<'_>, name: &DeviceName) -> Answer {
-    let function = device.function();
-    if device.reaches(buffer.provider.function()) {
-        return allowed(buffer, function, name);
-    }
-    Err(unreachable(&buffer.provider, name, function))
-}
-
-/// Checks whether rules allow a device to access a buffer, which may have been allocated for other devices.
-///
-/// `None` for `function` means that the device is no PCI function: no rule has such a client, and access is allowed. May
-/// sleep. Errors: `EACCES` if a rule forbids the access; those of the path lookup.
-fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> Answer {
-    let Some(function) = function else {
-        return Ok(());
+    let provider = &buffer.provider;
+    let Some(function) = device.function() else {
+        return Err(refuse!(
+            abi::errno(abi::EHOSTUNREACH),
+            "{} is not a PCI function, so it has no path to {}",
+            name,
+            provider.addr
+        ));
     };
     let orchestrator = Orchestrator::get()?;
-    let path = orchestrator.path(&buffer.provider, &function)?;
+    let path = orchestrator.path(provider, &function)?;
+    // The kernel decides again for each device that wants access: the path may be of a topology that has changed.
+    if !provider.is_reached_by(&function)? {
+        return Err(unreachable(provider, name, &path));
+    }
     let rules = orchestrator.rules();
-    match rules.denying_rule(&buffer.cred, &buffer.provider, &function.function_id(), &path) {
+    match rules.denying_rule(&buffer.cred, provider, &function.function_id(), &path) {
         None => Ok(()),
         Some((rule, far)) => Err(refuse!(
             EACCES,
             "{} is denied memory of {} that uid {} allocated: rule {}{}",
             name,
-            buffer.provider.addr,
+            provider.addr,
             buffer.cred.uid(),
             rule.as_str(),
             if far { ", for the path is too far" } else { "" }
@@ -66,22 +63,9 @@ fn allowed(buffer: &Buffer, function: Option<Function>, name: &DeviceName) -> An
     }
 }
 
-/// Returns the refusal for a device that cannot reach a provider, with the reason: `EHOSTUNREACH`, or the error of the
-/// path lookup. `None` for `function` means that the device is no PCI function.
-fn unreachable(provider: &Arc<Provider>, name: &DeviceName, function: Option<Function>) -> Refusal {
+/// Returns the refusal for a device that cannot reach a provider, with the reason.
+fn unreachable(provider: &Provider, name: &DeviceName, path: &Path) -> Refusal {
     let unreachable = abi::errno(abi::EHOSTUNREACH);
-    let Some(function) = function else {
-        return refuse!(
-            unreachable,
-            "{} is not a PCI function, so it has no path to {}",
-            name,
-            provider.addr
-        );
-    };
-    let path = match Orchestrator::get().and_then(|o| o.path(provider, &function)) {
-        Ok(path) => path,
-        Err(e) => return e.into(),
-    };
     if path.acs_redirect {
         refuse!(
             unreachable,

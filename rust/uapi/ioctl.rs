@@ -266,7 +266,7 @@ impl File {
             if !log::capable_admin() {
                 return Err(refuse!(EPERM, "P2PMEM_PATHS_RESCAN takes CAP_SYS_ADMIN"));
             }
-            self.orchestrator.forget_paths();
+            self.orchestrator.forget_topology();
         }
         let clients = names.as_slice();
         let snapshot = self.orchestrator.snapshot(clients)?;
@@ -283,7 +283,7 @@ impl File {
                     0
                 } | if path.bus_addr { consts::PATH_BUS_ADDR } else { 0 },
                 hops: path.hops,
-                distance: path.distance,
+                distance: path.kernel_distance(),
                 bandwidth: path.bandwidth,
                 numa_distance: path.numa_distance,
                 bridge: path.bridge.map(Into::into).unwrap_or_default(),

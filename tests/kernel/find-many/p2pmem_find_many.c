@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Measures the kernel's own choice of a provider, which user space cannot call.
+ * Measures the kernel's own choice of a provider, and reads its distances. User space cannot call either.
  *
  * A write to /dev/p2pmem-find-many contains lists of clients, separated by semicolons; a client is
  * domain:bus:device.function. A read then returns three words:
@@ -10,6 +10,9 @@
  *   - the last provider found, or "none".
  *
  * With several lists, a time is the mean of one round over all lists. Both times are those of the fastest of TIMES rounds.
+ *
+ * After a write of "distances" and a provider, a read returns a line for each function of the machine: its address, and the
+ * result of pci_p2pdma_distance_many(). The provider has to stay bound to its driver meanwhile.
  */
 
 #include <linux/fs.h>
@@ -24,13 +27,14 @@
 #include <linux/string.h>
 #include <linux/uaccess.h>
 
-MODULE_DESCRIPTION("Times the kernel's own choice of a provider of peer-to-peer memory");
+MODULE_DESCRIPTION("Times the kernel's own choice of a provider of peer-to-peer memory, and reads its distances");
 MODULE_LICENSE("GPL");
 
 #define TIMES		20
 #define MOST_CLIENTS	32
 #define MOST_LISTS	32
 #define LINE_LEN	8192
+#define ANSWER_LEN	65536
 
 struct clients {
 	struct device *devices[MOST_CLIENTS];
@@ -40,7 +44,7 @@ struct clients {
 /* Protects lists and answer. */
 static DEFINE_MUTEX(lock);
 static struct clients lists[MOST_LISTS];
-static char answer[96];
+static char answer[ANSWER_LEN];
 
 static struct pci_dev *function_of(const char *name)
 {
@@ -121,18 +125,29 @@ static int parse(struct clients *list, char *text)
 	return 0;
 }
 
-static ssize_t find_many_write(struct file *file, const char __user *from, size_t len, loff_t *at)
+static int distances(const char *name)
 {
-	char *text, *rest, *one;
+	struct pci_dev *provider = function_of(name), *client = NULL;
+	size_t used = 0;
+
+	if (!provider)
+		return -ENODEV;
+	answer[0] = '\0';
+	for_each_pci_dev(client) {
+		struct device *dev = &client->dev;
+
+		used += scnprintf(answer + used, sizeof(answer) - used, "%s %d\n", pci_name(client),
+				  pci_p2pdma_distance_many(provider, &dev, 1, false));
+	}
+	pci_dev_put(provider);
+	return used < sizeof(answer) - 1 ? 0 : -E2BIG;
+}
+
+static int measure_lists(char *rest)
+{
+	char *one;
 	int count = 0, ret = 0;
 
-	if (!len || len > LINE_LEN)
-		return -EINVAL;
-	text = memdup_user_nul(from, len);
-	if (IS_ERR(text))
-		return PTR_ERR(text);
-	rest = text;
-	mutex_lock(&lock);
 	while (!ret && (one = strsep(&rest, ";")))
 		ret = count < MOST_LISTS ? parse(&lists[count++], one) : -E2BIG;
 	if (!ret)
@@ -143,6 +158,23 @@ static ssize_t find_many_write(struct file *file, const char __user *from, size_
 		while (list->count)
 			put_device(list->devices[--list->count]);
 	}
+	return ret;
+}
+
+static ssize_t find_many_write(struct file *file, const char __user *from, size_t len, loff_t *at)
+{
+	size_t word;
+	char *text;
+	int ret;
+
+	if (!len || len > LINE_LEN)
+		return -EINVAL;
+	text = memdup_user_nul(from, len);
+	if (IS_ERR(text))
+		return PTR_ERR(text);
+	word = str_has_prefix(text, "distances ");
+	mutex_lock(&lock);
+	ret = word ? distances(text + word) : measure_lists(text);
 	mutex_unlock(&lock);
 	kfree(text);
 	return ret ?: len;

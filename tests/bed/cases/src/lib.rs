@@ -47,6 +47,7 @@ mod life;
 mod namespaces;
 mod near;
 mod pageless;
+mod paths;
 mod peer;
 mod peer_bad;
 mod peer_end;
@@ -108,6 +109,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(fpga::CASES)
         .chain(unplug::CASES)
         .chain(place::CASES)
+        .chain(paths::CASES)
+        .chain(paths::RACES)
         .chain(bridges::CASES)
         .chain(dmabuf::CASES)
         .chain(dmabuf_end::CASES)
@@ -231,6 +234,9 @@ pub fn kernels(case: &Case) -> Kernels<'static> {
     }
     if one_of(&[faults::CASES, faults_load::CASES]) {
         return Kernels::Debug("the stock kernel has no fault injection for allocations");
+    }
+    if one_of(&[paths::CASES]) {
+        return Kernels::Stock("the module that reads the kernel's distances is built for the stock kernel");
     }
     let found = NOT_BOTH.iter().find(|(name, _)| *name == case.name);
     if let Some((_, kernels)) = found {

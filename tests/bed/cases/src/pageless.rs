@@ -75,7 +75,7 @@ pub(super) fn without_pages(bed: &mut Bed, tests: &[fn(&mut Bed) -> Result<()>])
     bed.publish("accel0")
 }
 
-fn publish(bed: &Bed) -> Result<()> {
+pub(super) fn publish(bed: &Bed) -> Result<()> {
     let dir = bed.provider_dir("accel0")?;
     fs::create_dir(&dir).with_context(|| dir.display().to_string())?;
     write(&dir.join("mode"), "pageless")?;

@@ -22,13 +22,6 @@ pub(super) const CASES: &[Case] = &[
         run: nearest,
     },
     Case {
-        name: "hops",
-        about: "hops are what the kernel calls distance, for every pair",
-        topology: "demo",
-        ruins: false,
-        run: hops,
-    },
-    Case {
         name: "adopted",
         about: "memory of a drive's own is handed out, given back to its driver, and revoked when the driver goes",
         topology: "demo",
@@ -151,41 +144,6 @@ fn nearest(bed: &mut Bed) -> Result<()> {
         .chain(filler)
     {
         free(fd, handle).map_err(errno)?;
-    }
-    bed.unpublish("accel1")?;
-    bed.unpublish("shm0")
-}
-
-fn hops(bed: &mut Bed) -> Result<()> {
-    bed.publish("accel1")?;
-    bed.publish("shm0")?;
-    let file = open()?;
-    let names = ["accel0", "accel1", "nvme0", "nvme1", "shm0"];
-    let mut clients = names
-        .map(|name| bed.address(name))
-        .into_iter()
-        .collect::<Result<Vec<_>>>()?;
-    let mut rows = [abi::p2pmem_path::default(); 32];
-    let mut paths = abi::p2pmem_paths {
-        nr_clients: clients.len() as u32,
-        nr_paths: 32,
-        flags: abi::P2PMEM_PATHS_RESCAN,
-        ..Default::default()
-    };
-    sys::paths(
-        file.as_fd(),
-        &mut paths,
-        Memory::Slice(&mut clients),
-        Memory::Slice(&mut rows),
-    )
-    .map_err(errno)?;
-    ensure!(paths.nr_paths == 20, "4 providers, 5 clients: {} paths", paths.nr_paths);
-    for path in &rows[..20] {
-        ensure!(path.distance >= 0 && path.hops == path.distance as u32, "{path:?}");
-        let own = path.distance == 0;
-        ensure!(own == (path.class == abi::P2PMEM_PATH_SAME_DEVICE), "{path:?}");
-        // The links that the emulator describes have a width and a speed.
-        ensure!(own || path.bandwidth > 0, "{path:?}");
     }
     bed.unpublish("accel1")?;
     bed.unpublish("shm0")

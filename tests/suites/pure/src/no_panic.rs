@@ -37,8 +37,7 @@ pub fn entry_points(
     request: &placement::Request,
     candidates: &mut [placement::Candidate<'_>],
     verdicts: &mut [verdict::Verdict],
-    a: &path::Chain<'_>,
-    b: &path::Chain<'_>,
+    ports: &[path::Port],
     numbers: &[u32; 4],
     ranges: &[ranges::Range],
     rules: (&[rule::Rule], &[rule::Rule], &Who),
@@ -96,7 +95,7 @@ pub fn entry_points(
     let joined = ranges.iter().copied().reduce(|a, b| a.join(b).unwrap_or(b)).map_or(0, |r| r.size);
     (
         placement::decide(request, candidates, verdicts),
-        path::classify(a, b, n as i32, m),
+        path::classify(ports, n as usize, m as usize, o, || p & 1 == 0),
         path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined ^ shadowed,
         path::PathClass::from_raw(p),
         path::PortKind::from_pcie_type((n > 4).then_some(m as u8), o > 9),

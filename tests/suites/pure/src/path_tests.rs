@@ -4,7 +4,6 @@
 //! are in `path.rs` itself.
 
 use crate::policy::path::{
-    Chain,
     Path,
     PathClass,
     PciAddr,
@@ -23,13 +22,7 @@ use p2pmem_proptest::config;
 use proptest::prelude::*;
 
 fn classify_in(tree: &Tree, a: NodeId, b: NodeId) -> Path {
-    let (pa, pb) = (tree.ports(a), tree.ports(b));
-    classify(
-        &tree.chain(a, &pa),
-        &tree.chain(b, &pb),
-        tree.kernel_distance(a, b),
-        tree.numa_distance(a, b),
-    )
+    classify(&tree.ports(), a, b, tree.numa_distance(a, b), || tree.forwards(a, b))
 }
 
 fn add(tree: &mut Tree, parent: Option<NodeId>, host: usize, kind: PortKind, link: u32) -> NodeId {
@@ -93,7 +86,7 @@ fn check(tree: &Tree, a: NodeId, b: NodeId, class: PathClass, hops: u32, bus_add
         (class, hops, bus_addr, bandwidth),
         "{path:?}"
     );
-    assert_eq!(path.distance, i32::try_from(hops).unwrap());
+    assert_eq!(path.kernel_distance(), i32::try_from(hops).unwrap());
 }
 
 #[test]
@@ -123,12 +116,6 @@ fn unknown_numa_nodes_differ() {
         let path = classify_in(&m.tree, m.direct[0][0], m.direct[1][0]);
         assert_eq!((path.class, path.numa_distance), (PathClass::System, 0), "{nodes:?}");
     }
-    // The caller's distance counts only if both nodes are known.
-    let m = machine([0, -1]);
-    let (a, b) = (m.tree.ports(m.direct[0][0]), m.tree.ports(m.direct[1][0]));
-    let (a, b) = (m.tree.chain(m.direct[0][0], &a), m.tree.chain(m.direct[1][0], &b));
-    assert_eq!(classify(&a, &b, 4, 77).numa_distance, 0);
-    assert_eq!(classify(&a, &a, 0, 77).numa_distance, 77);
 }
 
 #[test]
@@ -210,7 +197,7 @@ proptest! {
             prop_assert_eq!(path.class, if reachable { expected.class } else { PathClass::Unreachable });
             prop_assert_eq!(path.bandwidth, expected.bandwidth);
             prop_assert_eq!(path.bridge, expected.bridge);
-            prop_assert_eq!(path.distance, tree.kernel_distance(a, b));
+            prop_assert_eq!(path.kernel_distance(), tree.kernel_distance(a, b));
             prop_assert_eq!(path.numa_distance, tree.numa_distance(a, b));
             prop_assert_eq!(path, classify_in(&tree, b, a), "the reverse path");
         }
@@ -233,17 +220,16 @@ proptest! {
         prop_assert!(!before.acs_redirect);
         prop_assert_ne!(before.bus_addr, before.class >= PathClass::HostBridge);
 
-        let walk = tree.ports(a);
+        let walk = tree.walk(a);
         let steps = if before.bus_addr {
             // Up to and including the common bridge. For one and the same function, the common bridge is the function
             // itself.
-            let other = tree.ports(b);
-            1 + walk.iter().position(|x| other.iter().any(|y| x.addr == y.addr)).unwrap()
+            let other = tree.walk(b);
+            1 + walk.iter().position(|node| other.contains(node)).unwrap()
         } else {
             walk.len()
         };
-        let chosen = walk[port.index(steps)].addr;
-        tree.nodes.iter_mut().find(|node| node.addr == chosen).unwrap().acs = true;
+        tree.nodes[walk[port.index(steps)]].acs = true;
         let after = classify_in(&tree, a, b);
         prop_assert!(after.acs_redirect && !after.bus_addr);
         prop_assert!(after.class >= PathClass::HostBridge);
@@ -260,45 +246,51 @@ proptest! {
         prop_assert_eq!(same, before);
     }
 
-    /// A negative distance of the kernel always means unreachable.
+    /// A path is unreachable exactly if the traffic goes to a root complex that does not forward it. Only then is the
+    /// verdict on the root complex needed.
     #[test]
-    fn negative_kernel_distance_is_unreachable(tree in tree(), a: prop::sample::Index, b: prop::sample::Index, distance: i32) {
+    fn root_complex_that_does_not_forward_is_unreachable(tree in tree(), a: prop::sample::Index, b: prop::sample::Index) {
         let endpoints = tree.endpoints();
         let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
-        let (pa, pb) = (tree.ports(a), tree.ports(b));
-        let path = classify(&tree.chain(a, &pa), &tree.chain(b, &pb), distance, 10);
-        prop_assert_eq!(path.class == PathClass::Unreachable, distance < 0);
-        prop_assert!(distance >= 0 || !path.bus_addr);
-        prop_assert_eq!(path.distance, distance);
+        let mut asked = false;
+        let path = classify(&tree.ports(), a, b, 10, || {
+            asked = true;
+            false
+        });
+        prop_assert_eq!(asked, tree.graph_path(a, b).through_root);
+        prop_assert_eq!(path.class == PathClass::Unreachable, asked);
+        prop_assert_eq!(path.bus_addr, !asked);
     }
 
-    /// Walks that no tree has (loops, any kinds in any order) give an answer, and an unreachable path has no route.
+    /// Tables that no machine has (bridges that are no bridges, wrong depths, any kinds in any order) give an answer.
     #[test]
-    fn arbitrary_port_chains_are_classified(
-        a in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
-        b in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>()), 0..40),
-        distance: i32,
+    fn arbitrary_tables_are_classified(
+        raw in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>(), prop::option::of(0usize..40), 0u32..8), 0..40),
+        a in 0usize..40,
+        b in 0usize..40,
+        forwards: bool,
     ) {
-        let ports = |raw: Vec<(u8, u8, bool, u32)>| -> Vec<Port> {
-            raw.into_iter()
-                .map(|(bus, kind, acs_redirect, link)| Port {
-                    addr: PciAddr { domain: 0, bus, devfn: 0 },
-                    kind: [
-                        PortKind::Endpoint,
-                        PortKind::RootPort,
-                        PortKind::Upstream,
-                        PortKind::Downstream,
-                        PortKind::Bridge,
-                    ][usize::from(kind)],
-                    acs_redirect,
-                    link,
-                })
-                .collect()
-        };
-        let (a, b) = (ports(a), ports(b));
-        let chain = |ports| Chain { ports, host_bridge: 0, numa_node: 0 };
-        let path = classify(&chain(&a), &chain(&b), distance, u32::MAX);
-        prop_assert!(path.hops as usize <= a.len() + b.len());
+        let ports: Vec<Port> = raw
+            .into_iter()
+            .map(|(bus, kind, acs_redirect, link, bridge, depth)| Port {
+                addr: PciAddr { domain: 0, bus, devfn: 0 },
+                kind: [
+                    PortKind::Endpoint,
+                    PortKind::RootPort,
+                    PortKind::Upstream,
+                    PortKind::Downstream,
+                    PortKind::Bridge,
+                ][usize::from(kind)],
+                acs_redirect,
+                link,
+                bridge,
+                depth,
+                host_bridge: 0,
+                numa_node: 0,
+            })
+            .collect();
+        let path = classify(&ports, a, b, u32::MAX, || forwards);
+        prop_assert!(path.hops as usize <= 2 * ports.len());
         prop_assert!(path.class != PathClass::Unreachable || !path.bus_addr);
     }
 }

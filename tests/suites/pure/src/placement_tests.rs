@@ -63,11 +63,6 @@ fn path(class: PathClass, hops: u32) -> Path {
     Path {
         class,
         hops,
-        distance: if class == PathClass::Unreachable {
-            -1
-        } else {
-            i32::try_from(hops).unwrap_or(i32::MAX)
-        },
         acs_redirect: false,
         bus_addr: class <= PathClass::Switches,
         bandwidth: 7_876,
@@ -1111,20 +1106,16 @@ proptest! {
     ) {
         let endpoints = tree.endpoints();
         let clients: Vec<usize> = by.iter().map(|by| *by.get(&endpoints)).collect();
+        let ports = tree.ports();
         let request = Request { clients: clients.len(), size: 1 + request.size % 3, align: 1, ..request };
         let providers: Vec<Provider> = (1..)
             .zip(&at)
             .map(|(id, (place, free, holes, live))| {
                 let node = *place.get(&endpoints);
-                let walk = tree.ports(node);
-                let paths = clients
-                    .iter()
-                    .map(|&client| {
-                        let other = tree.ports(client);
-                        let (kernel, numa) = (tree.kernel_distance(node, client), tree.numa_distance(node, client));
-                        classify(&tree.chain(node, &walk), &tree.chain(client, &other), kernel, numa)
-                    })
-                    .collect();
+                let path = |&client| {
+                    classify(&ports, node, client, tree.numa_distance(node, client), || tree.forwards(node, client))
+                };
+                let paths = clients.iter().map(path).collect();
                 Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths, effect: RuleEffect::NONE }
             })
             .collect();

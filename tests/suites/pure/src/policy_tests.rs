@@ -76,7 +76,6 @@ fn path(class: PathClass) -> Path {
     Path {
         class,
         hops: 4,
-        distance: 4,
         acs_redirect: false,
         bus_addr: true,
         bandwidth: 0,

@@ -7,7 +7,6 @@
 //! walk.
 
 use crate::policy::path::{
-    Chain,
     PathClass,
     PciAddr,
     Port,
@@ -387,29 +386,24 @@ impl Tree {
         self.of_kind(&[PortKind::Endpoint])
     }
 
-    /// Returns the walk upwards, as the module collects it.
-    pub(crate) fn ports(&self, node: NodeId) -> Vec<Port> {
-        std::iter::successors(Some(node), |&node| self.nodes[node].parent)
-            .map(|node| {
-                let node = &self.nodes[node];
-                Port {
-                    addr: node.addr,
-                    kind: node.kind,
-                    acs_redirect: node.acs,
-                    link: node.link_status,
-                }
-            })
-            .collect()
+    /// Returns all functions, as the module collects them. The index of a function is its [`NodeId`].
+    pub(crate) fn ports(&self) -> Vec<Port> {
+        let port = |(id, node): (NodeId, &Node)| Port {
+            addr: node.addr,
+            kind: node.kind,
+            acs_redirect: node.acs,
+            link: node.link_status,
+            bridge: node.parent,
+            depth: u32::try_from(self.ancestors(id).len()).unwrap(),
+            host_bridge: host_bridge_id(self.domains[node.host], self.root_buses[node.host]),
+            numa_node: self.hosts[node.host].numa,
+        };
+        self.nodes.iter().enumerate().map(port).collect()
     }
 
-    /// Returns the chain of a walk.
-    pub(crate) fn chain<'a>(&self, node: NodeId, ports: &'a [Port]) -> Chain<'a> {
-        let host = self.nodes[node].host;
-        Chain {
-            ports,
-            host_bridge: host_bridge_id(self.domains[host], self.root_buses[host]),
-            numa_node: self.hosts[host].numa,
-        }
+    /// Returns whether both root complexes forward peer traffic.
+    pub(crate) fn forwards(&self, a: NodeId, b: NodeId) -> bool {
+        [a, b].iter().all(|&node| self.hosts[self.nodes[node].host].forwards)
     }
 
     /// Returns the kernel's NUMA distance in this model: 10 within a node, 21 for each step between nodes.
@@ -425,8 +419,7 @@ impl Tree {
     /// Returns the kernel's answer for the pair: the distance, or -1 if a root complex on the path does not forward.
     pub(crate) fn kernel_distance(&self, a: NodeId, b: NodeId) -> i32 {
         let expected = self.graph_path(a, b);
-        let forwards = |node: NodeId| self.hosts[self.nodes[node].host].forwards;
-        if expected.through_root && !(forwards(a) && forwards(b)) {
+        if expected.through_root && !self.forwards(a, b) {
             -1
         } else {
             i32::try_from(expected.hops).unwrap()
@@ -463,8 +456,13 @@ impl Tree {
         unreachable!("a tree is connected");
     }
 
+    /// Returns the function and all bridges above it, from the lowest to that on the root bus.
+    pub(crate) fn walk(&self, node: NodeId) -> Vec<NodeId> {
+        std::iter::successors(Some(node), |&node| self.nodes[node].parent).collect()
+    }
+
     fn ancestors(&self, node: NodeId) -> Vec<NodeId> {
-        std::iter::successors(self.nodes[node].parent, |&node| self.nodes[node].parent).collect()
+        self.walk(node).split_off(1)
     }
 
     /// Returns the properties of the path between two functions that reach each other by the kernel's answer.
