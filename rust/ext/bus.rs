@@ -18,8 +18,9 @@ use crate::ext::{
 use crate::sys;
 use kernel::{
     bindings,
+    device::Bound,
     error::to_result,
-    ffi,
+    ffi, pci,
     prelude::*,
     sync::{
         atomic::{AtomicFlag, Relaxed},
@@ -30,8 +31,8 @@ use kernel::{
 
 /// Callbacks for changes on the PCI bus, called in process context. They may sleep.
 pub(crate) trait Listener: Send + Sync + 'static {
-    /// A driver was bound to the function. The device is locked.
-    fn bound(&self, function: &Function);
+    /// A driver was bound to the device, which is locked.
+    fn bound(&self, device: &pci::Device<Bound>);
     /// The driver of the function is about to be unbound. The device is locked and the driver still works; [`pool`]'s
     /// `Pool` of the function is closed.
     fn unbinding(&self, function: &Function);
@@ -155,7 +156,12 @@ impl<L: Listener> Notifier<L> {
         // SAFETY: The caller guarantees a valid device of the PCI bus.
         let function = unsafe { Function::of_device(data.cast()) };
         match action as u32 {
-            bindings::bus_notifier_event_BUS_NOTIFY_BOUND_DRIVER => this.listener.bound(&function),
+            bindings::bus_notifier_event_BUS_NOTIFY_BOUND_DRIVER => {
+                // SAFETY: The core has the device locked, and has bound it. `pci::Device` is a transparent wrapper of `struct
+                // pci_dev` in every context.
+                let device = unsafe { &*function.as_raw().cast::<pci::Device<Bound>>() };
+                this.listener.bound(device);
+            }
             bindings::bus_notifier_event_BUS_NOTIFY_UNBIND_DRIVER => {
                 close(&function);
                 this.listener.unbinding(&function);

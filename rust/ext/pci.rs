@@ -15,7 +15,7 @@ use crate::{
     sys, //
 };
 use core::ptr::{self, NonNull};
-use kernel::{bindings, ffi, pci, sync::aref::ARef};
+use kernel::{bindings, device::Bound, ffi, pci, prelude::*, sync::aref::ARef};
 
 /// A reference to a PCI function, bound to any driver or to none.
 ///
@@ -305,13 +305,34 @@ impl Function {
         }
     }
 
-    /// Writes the name of the bound driver, NUL-terminated. Does not sleep.
-    ///
-    /// The name is empty if no driver is bound, and while the device is locked, as during binding, unbinding and resets.
-    pub(crate) fn driver_name(&self, name: &mut [ffi::c_char; 32]) {
-        // SAFETY: `device` keeps the function valid, and the length is that of `name`.
-        unsafe { sys::p2pmem_pci_driver_name(self.as_raw(), name.as_mut_ptr(), name.len()) };
+    /// Calls `f` if the function is bound to a driver. The function stays bound meanwhile: its device is locked. May sleep; the
+    /// caller does not have the device locked.
+    pub(crate) fn while_bound(&self, f: impl FnOnce(&pci::Device<Bound>)) {
+        // SAFETY: `device` keeps the function valid.
+        if !unsafe { sys::p2pmem_pci_lock_bound(self.as_raw()) } {
+            return;
+        }
+        // SAFETY: The device is bound until it is unlocked. `pci::Device` is a transparent wrapper of `struct pci_dev` in every
+        // context.
+        f(unsafe { &*self.as_raw().cast::<pci::Device<Bound>>() });
+        // SAFETY: `p2pmem_pci_lock_bound()` has locked the device.
+        unsafe { sys::p2pmem_pci_unlock(self.as_raw()) };
     }
+}
+
+/// The name of a driver, NUL-terminated, cut to 31 bytes.
+pub(crate) type DriverName = [ffi::c_char; 32];
+
+/// Returns the name of the driver that the device is bound to.
+pub(crate) fn driver_name(device: &pci::Device<Bound>) -> DriverName {
+    let mut name = [0; 32];
+    let raw = Function::of(device).as_raw();
+    // SAFETY: The device is bound as long as `device`, so it has a driver, whose name lives as long as the driver.
+    let text = unsafe { CStr::from_char_ptr((*(*raw).dev.driver).name) };
+    for (to, from) in name.iter_mut().take(31).zip(text.to_bytes()) {
+        *to = *from as ffi::c_char;
+    }
+    name
 }
 
 /// Returns the only online NUMA node, or -1 if several are online.

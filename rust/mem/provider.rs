@@ -32,7 +32,10 @@ use crate::{
             Backing,
             Pool, //
         },
-        pci::Function,
+        pci::{
+            DriverName,
+            Function, //
+        },
         publisher::RevokeCallback,
         refusal::Text, //
     },
@@ -173,6 +176,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     /// What the dmem cgroup charges for.
     region: Arc<Region>,
     function: Function,
+    driver: DriverName,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
     being_removed: AtomicFlag,
     /// Number of allocations that found too little free memory and take memory that waits to be cleared.
@@ -202,6 +206,8 @@ impl_has_work! {
 pub(crate) struct ProviderConfig {
     pub(crate) id: u32,
     pub(crate) function: Function,
+    /// The driver that the function is bound to.
+    pub(crate) driver: DriverName,
     pub(crate) region: Arc<Region>,
     pub(crate) bar: Option<u32>,
     pub(crate) start: u64,
@@ -274,6 +280,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 counters: Counters::new(),
                 publisher: config.publisher,
                 function: config.function,
+                driver: config.driver,
                 region: config.region,
                 being_removed: AtomicFlag::new(false),
                 starved: Atomic::new(0),
@@ -504,9 +511,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
             class,
             flags: self.flags,
             exports: self.exports.load(Relaxed),
+            driver: self.driver,
             ..Default::default()
         };
-        function.driver_name(&mut row.driver);
         if self.pinned_exports() {
             row.flags |= consts::PROVIDER_PINNED_EXPORTS;
         }

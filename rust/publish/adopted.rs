@@ -4,8 +4,7 @@
 //!
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 //!
-//! Context: process context, may sleep. From the bus notifier with the device lock held, and from loading and resuming
-//! without.
+//! Context: process context, may sleep, with the device locked.
 
 use crate::{
     alloc::orchestrator::{
@@ -15,21 +14,25 @@ use crate::{
     ext::{
         bus,
         driver,
-        pci::Function, //
+        pci::{
+            driver_name,
+            Function, //
+        }, //
     },
     mem::{
         buffer::Provider,
         provider::ProviderConfig, //
     }, //
 };
-use kernel::prelude::*;
+use kernel::{device::Bound, pci, prelude::*};
 
 impl Orchestrator {
-    /// Makes a provider of `function` if its driver published memory. Does nothing if the function is a provider already,
-    /// has no published memory, or is bound to the p2pmem driver.
+    /// Makes a provider of `device` if its driver published memory. Does nothing if the function is a provider already, has no
+    /// published memory, or is bound to the p2pmem driver. The device is locked, so its driver is not unbound meanwhile.
     ///
     /// Errors: `EBUSY` if the system is about to sleep, `ENOMEM`.
-    pub(crate) fn adopt(&self, function: &Function) -> Result {
+    pub(crate) fn adopt(&self, device: &pci::Device<Bound>) -> Result {
+        let function = &Function::of(device);
         if self.find(function).is_some() || driver::with_bound(function.address(), |_| ()).is_some() {
             return Ok(());
         }
@@ -61,6 +64,7 @@ impl Orchestrator {
         let parts = ProviderConfig {
             id: self.new_id(),
             function: function.clone(),
+            driver: driver_name(device),
             region: self.region(function, size)?,
             bar: bar.map(|(bar, _)| bar),
             start: bar.map_or(0, |(_, offset)| offset),
@@ -86,20 +90,16 @@ impl Orchestrator {
         let mut at = Function::next(None);
         while let Some(function) = at {
             if !function.is_bridge() {
-                self.try_adopt(&function);
+                function.while_bound(|device| self.try_adopt(device));
             }
             at = Function::next(Some(function));
         }
     }
 
     /// Adopts as [`Self::adopt`] does, and logs an error.
-    pub(crate) fn try_adopt(&self, function: &Function) {
-        if let Err(e) = self.adopt(function) {
-            dev_warn!(
-                function.device(),
-                "p2pmem: cannot be adopted (errno {})\n",
-                -e.to_errno()
-            );
+    pub(crate) fn try_adopt(&self, device: &pci::Device<Bound>) {
+        if let Err(e) = self.adopt(device) {
+            dev_warn!(device, "p2pmem: cannot be adopted (errno {})\n", -e.to_errno());
         }
     }
 }

@@ -19,7 +19,10 @@ use crate::{
             self,
             Backing, //
         },
-        pci::Function,
+        pci::{
+            driver_name,
+            Function, //
+        },
         publisher::{
             Publication,
             RevokeCallback, //
@@ -35,7 +38,7 @@ use crate::{
     },
     policy::path::PciAddr, //
 };
-use kernel::{prelude::*, sync::Arc};
+use kernel::{device::Bound, pci, prelude::*, sync::Arc};
 
 /// Alignment of ranges that get struct pages, in bytes (`SUBSECTION_SIZE`). `memremap_pages()` warns about other ranges.
 const SECTION: u64 = 2 << 20;
@@ -189,7 +192,7 @@ impl Orchestrator {
             e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
         })?;
         device.offer()?;
-        let made = self.make_own(wanted, &function, bar, (size, reserve), publisher);
+        let made = self.make_own(wanted, device.device(), bar, (size, reserve), publisher);
         if reserve == 0 || made.is_err() {
             // Without a kernel reserve the pool has nothing for other drivers.
             p2pdma::withdraw(device.device());
@@ -203,13 +206,14 @@ impl Orchestrator {
     fn make_own(
         &self,
         wanted: &Publication,
-        function: &Function,
+        device: &pci::Device<Bound>,
         bar: u32,
         (size, reserve): (u64, u64),
         publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
+        let function = Function::of(device);
         let addr = function.address();
-        let pool = bus::pool(function)?.ok_or_else(|| {
+        let pool = bus::pool(&function)?.ok_or_else(|| {
             refuse!(
                 EIO,
                 "the kernel does not find the memory of {} that was just published",
@@ -227,7 +231,7 @@ impl Orchestrator {
         if chunk.phys() != at + wanted.offset {
             return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
         }
-        self.add_own(wanted, function, (bar, reserve), Backing::Pages(chunk), publisher)
+        self.add_own(wanted, device, (bar, reserve), Backing::Pages(chunk), publisher)
     }
 
     /// Makes a provider of a range without struct pages. Errors: `EINVAL`, `EBUSY` (the range has struct pages), `ENOMEM`.
@@ -258,27 +262,28 @@ impl Orchestrator {
                 ),
                 e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
             })?;
-        let function = Function::of(device.device());
-        self.add_own(wanted, &function, (bar, 0), Backing::Window(window), publisher)
+        self.add_own(wanted, device.device(), (bar, 0), Backing::Window(window), publisher)
     }
 
     /// Creates the provider and adds it to the list. Errors: `EBUSY`, `EEXIST`, `ENOMEM`.
     fn add_own(
         &self,
         wanted: &Publication,
-        function: &Function,
+        device: &pci::Device<Bound>,
         (bar, reserve): (u32, u64),
         backing: Backing,
         publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
+        let function = Function::of(device);
         let parts = ProviderConfig {
             id: self.new_id(),
-            function: function.clone(),
-            region: self.region(function, backing.size())?,
+            driver: driver_name(device),
+            region: self.region(&function, backing.size())?,
             bar: Some(bar),
             start: wanted.offset,
             kernel_reserve: reserve,
             combine: function.prefetchable(bar),
+            function,
             pinned_exports: wanted.pinned_exports,
             attach_gid: wanted.attach_gid,
             publisher,

@@ -27,14 +27,14 @@ use crate::{
         ProviderKind, //
     }, //
 };
-use kernel::{prelude::*, sync::Arc};
+use kernel::{device::Bound, pci, prelude::*, sync::Arc};
 
 /// Receives events of the PCI bus, with the device lock held.
 pub(crate) struct BusEvents(pub(crate) Arc<Orchestrator>);
 
 impl bus::Listener for BusEvents {
-    fn bound(&self, function: &Function) {
-        self.0.try_adopt(function);
+    fn bound(&self, device: &pci::Device<Bound>) {
+        self.0.try_adopt(device);
     }
 
     fn unbinding(&self, function: &Function) {

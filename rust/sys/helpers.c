@@ -490,18 +490,18 @@ int p2pmem_pci_node(struct pci_dev *pdev)
 	return dev_to_node(&pdev->dev);
 }
 
-/*
- * Writes the name of the bound driver, or an empty string if there is none or the device is locked: its holder binds or
- * unbinds a driver, or resets the device. The driver cannot be unbound while this function has the device locked. Does not
- * sleep.
- */
-void p2pmem_pci_driver_name(struct pci_dev *pdev, char *buf, size_t len)
+/* Locks a device if it is bound to a driver. It stays bound until p2pmem_pci_unlock(). May sleep. */
+bool p2pmem_pci_lock_bound(struct pci_dev *pdev)
 {
-	if (!device_trylock(&pdev->dev)) {
-		strscpy(buf, "", len);
-		return;
-	}
-	strscpy(buf, pdev->dev.driver ? dev_driver_string(&pdev->dev) : "", len);
+	device_lock(&pdev->dev);
+	if (device_is_bound(&pdev->dev))
+		return true;
+	device_unlock(&pdev->dev);
+	return false;
+}
+
+void p2pmem_pci_unlock(struct pci_dev *pdev)
+{
 	device_unlock(&pdev->dev);
 }
 
