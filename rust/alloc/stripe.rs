@@ -169,8 +169,7 @@ impl Orchestrator {
                             file,
                         )
                         .map(Some),
-                    // The dmem cgroup has no call that only checks: the charge is made and dropped.
-                    None => match provider.charge_cgroup(size) {
+                    None => match provider.try_charge_cgroup(size) {
                         Err(e) if e == EAGAIN => Err(NotCharged::Cgroup),
                         _ => Ok(None),
                     },

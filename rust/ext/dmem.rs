@@ -3,7 +3,7 @@
 //! The dmem cgroup controller: a region for the memory of each function, and charges to the current task's cgroup.
 //!
 //! Without the controller in the kernel, regions exist but charges do nothing ([`Region::COUNTS`]). All functions may
-//! sleep, in process context; they take no locks of p2pmem.
+//! sleep, in process context. `Region::trial` is a mutex with nothing taken inside.
 //!
 //! C header: [`include/linux/cgroup_dmem.h`](srctree/include/linux/cgroup_dmem.h)
 
@@ -15,9 +15,9 @@ use crate::{
 use core::ptr;
 use kernel::{
     error::{from_err_ptr, to_result},
-    ffi,
+    ffi, new_mutex,
     prelude::*,
-    sync::Arc, //
+    sync::{Arc, Mutex},
 };
 
 /// The regions of functions. A region stays when its provider is removed, because administrators set limits on the region.
@@ -37,7 +37,7 @@ impl Regions {
         if let Some((.., region)) = self.0.iter().find(|(of, ..)| of.same(function)) {
             return Ok(region.clone());
         }
-        let region = Arc::new(Region::new(size, function.address())?, GFP_KERNEL)?;
+        let region = Arc::pin_init(Region::new(size, function.address()), GFP_KERNEL)?;
         self.0.push((function.clone(), size, region.clone()), GFP_KERNEL)?;
         Ok(region)
     }
@@ -48,8 +48,12 @@ impl Regions {
 /// # Invariants
 ///
 /// `region` is registered, or null if the kernel has no controller.
+#[pin_data(PinnedDrop)]
 pub(crate) struct Region {
     region: *mut ffi::c_void,
+    /// Locked while the region has a charge that only tries whether it fits.
+    #[pin]
+    trial: Mutex<()>,
 }
 
 // SAFETY: A region is not bound to a thread.
@@ -62,18 +66,38 @@ impl Region {
     pub(crate) const COUNTS: bool = cfg!(CONFIG_CGROUP_DMEM);
 
     /// Registers a region of `size` bytes for the function at `addr`. Errors: `ENOMEM`.
-    fn new(size: u64, addr: PciAddr) -> Result<Self> {
+    fn new(size: u64, addr: PciAddr) -> impl PinInit<Self, Error> {
         let PciAddr { domain, bus, devfn } = addr;
-        // SAFETY: The function takes no pointers.
-        let region = from_err_ptr(unsafe { sys::p2pmem_dmem_region(size, domain, bus, devfn) })?;
-        // INVARIANT: The region is registered, or null without the controller.
-        Ok(Self { region })
+        try_pin_init!(Self {
+            // SAFETY: The function takes no pointers.
+            // INVARIANT: The region is registered, or null without the controller.
+            region: from_err_ptr(unsafe { sys::p2pmem_dmem_region(size, domain, bus, devfn) })?,
+            trial <- new_mutex!(()),
+        }? Error)
     }
 
     /// Charges `bytes` to the cgroup of the current task. Process context; may sleep.
     ///
     /// Errors: `EAGAIN` if the charge exceeds a limit (`dmem.max`) of the cgroup or of an ancestor; `ENOMEM`.
     pub(crate) fn charge(&self, bytes: u64) -> Result<CgroupCharge> {
+        self.charge_once(bytes).or_else(|e| {
+            if e != EAGAIN {
+                return Err(e);
+            }
+            // A trial may have had the bytes for a moment.
+            let _no_trial = self.trial.lock();
+            self.charge_once(bytes)
+        })
+    }
+
+    /// Tries whether [`Self::charge`] would succeed. The controller has no call that only checks: the charge is made and dropped.
+    /// Errors: as for `charge`.
+    pub(crate) fn try_charge(&self, bytes: u64) -> Result {
+        let _trial = self.trial.lock();
+        self.charge_once(bytes).map(drop)
+    }
+
+    fn charge_once(&self, bytes: u64) -> Result<CgroupCharge> {
         let mut pool = ptr::null_mut();
         // SAFETY: By the type invariant the region is registered or null. `pool` is valid for the write.
         to_result(unsafe { sys::p2pmem_dmem_charge(self.region, bytes, &mut pool) })?;
@@ -82,8 +106,9 @@ impl Region {
     }
 }
 
-impl Drop for Region {
-    fn drop(&mut self) {
+#[pinned_drop]
+impl PinnedDrop for Region {
+    fn drop(self: Pin<&mut Self>) {
         // SAFETY: By the type invariant the region is null or registered, and it is unregistered once. A charge holds a
         // reference to its pool, and the pool one to the region.
         unsafe { sys::p2pmem_dmem_region_end(self.region) };

@@ -339,6 +339,14 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.region.charge(bytes)
     }
 
+    /// Tries whether [`Self::charge_cgroup`] would succeed. Errors: `EAGAIN`.
+    pub(crate) fn try_charge_cgroup(&self, bytes: u64) -> Result {
+        if !Region::COUNTS {
+            return Ok(());
+        }
+        self.region.try_charge(bytes)
+    }
+
     /// Returns the bytes of an adopted pool that p2pmem keeps free for other drivers. An own provider gave other drivers their
     /// part when it was published, so it has no bound here.
     pub(crate) fn kernel_reserve(&self) -> u64 {

@@ -96,7 +96,7 @@ impl Orchestrator {
         // Without rules and without anything to charge, the decision does not need the caller's credentials.
         if !take && self.rules.are_none() && alloc_request.own.as_ref().is_none_or(|own| own.is_empty()) {
             if let Some((quick, provider)) = alloc_request.quick(None, spare.take())? {
-                if provider.charge_cgroup(alloc_request.size).is_ok() {
+                if provider.try_charge_cgroup(alloc_request.size).is_ok() {
                     traced(alloc_request, file, (provider.id, 0), true);
                     return Ok((None, Decision::QuickDecision(quick)));
                 }
@@ -146,8 +146,7 @@ impl Orchestrator {
                 Ok(holder) => Some(holder),
                 Err(_) => return Ok(None),
             },
-            // The dmem cgroup has no call that only checks: the charge is made and dropped.
-            None if provider.charge_cgroup(alloc_request.size).is_err() => return Ok(None),
+            None if provider.try_charge_cgroup(alloc_request.size).is_err() => return Ok(None),
             None => None,
         };
         traced(alloc_request, rule_check.file(), (provider.id, 0), take.is_none());
@@ -183,8 +182,10 @@ impl Orchestrator {
                 }
             }
             if let (None, Some((at, provider))) = (take, chosen) {
-                // The dmem cgroup has no call that only checks: the charge is made and dropped.
-                if provider.charge_cgroup(alloc_request.size).is_err_and(|e| e == EAGAIN) {
+                if provider
+                    .try_charge_cgroup(alloc_request.size)
+                    .is_err_and(|e| e == EAGAIN)
+                {
                     candidates[at].effect.over_cgroup = true;
                     continue;
                 }

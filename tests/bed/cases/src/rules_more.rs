@@ -5,13 +5,16 @@
 use std::fs;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
 use super::dmabuf::{Importer, exported_buffer};
 use super::rules::{ALICE, AdminRule, MIB, alloc_as, said};
-use super::{Bed, Case, command, errno, expect, explain_last, free, open, read, request, write};
+use super::{Bed, Case, command, errno, expect, explain, explain_last, free, open, read, request, write};
+use crate::limits::amount;
 use crate::sys::{self, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -141,6 +144,26 @@ fn dmem(bed: &mut Bed) -> Result<()> {
     let again = ask(MIB).map_err(errno)?;
     free(fd, again.handle).map_err(errno)?;
     ensure!(alloc_as(fd, ALICE, &[], MIB)?.is_ok());
+    // Explaining a request of all that the limit allows takes nothing from another request.
+    let done = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !done.load(Relaxed) {
+                let mut whole = abi::p2pmem_explain {
+                    req: request(4 * MIB).req,
+                    ..Default::default()
+                };
+                whole.req.provider = row.id;
+                let _ = explain(fd, whole, &mut []);
+            }
+        });
+        let pages = (0..amount(2000)).try_for_each(|_| {
+            let page = ask(4096).map_err(errno).context("beside explanations")?;
+            free(fd, page.handle).map_err(errno)
+        });
+        done.store(true, Relaxed);
+        pages
+    })?;
     drop(file);
     ensure!(cgroup.current(&region)? == 0);
     Ok(())
