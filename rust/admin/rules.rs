@@ -205,6 +205,9 @@ impl PinnedDrop for RuleDir {
             }
         }
         // `rmdir` cannot fail at this point.
+        if let (Some(id), Ok(orchestrator)) = (settings.enabled, Orchestrator::get()) {
+            orchestrator.rules().remove_later(id);
+        }
         pr_warn!(
             "{}: there is no memory to end the rule with: it stays in force until rules change again\n",
             settings.rule.name.as_str()

@@ -160,6 +160,9 @@ struct State {
     charges: RBTree<u64, ChargeRecord>,
     next_charge: u64,
     next_rule: u64,
+    /// Rules that have ended, but are in force until the rules change again, because memory was missing. Has space for each rule in
+    /// force.
+    ended: KVec<u64>,
 }
 
 /// The administrator's rules in force, and what is charged under them.
@@ -195,6 +198,7 @@ impl Rules {
                     charges: RBTree::new(),
                     next_charge: 1,
                     next_rule: 1,
+                    ended: KVec::new(),
                 }),
                 some: AtomicFlag::new(false),
             }),
@@ -228,9 +232,11 @@ impl Rules {
         rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
         let mut state = self.state.lock();
         let mut rules = KVec::with_capacity(state.rule_set.rules.len() + 1, GFP_KERNEL)?;
+        let ended = KVec::with_capacity(state.rule_set.rules.len() + 1, GFP_KERNEL)?;
         let id = state.next_rule;
         let mut new = Some(Rule { id, ..*rule });
-        for other in state.rule_set.rules.iter().filter(|other| Some(other.id) != old) {
+        let stays = |other: &&Rule| Some(other.id) != old && !state.ended.contains(&other.id);
+        for other in state.rule_set.rules.iter().filter(stays) {
             if let Some(rule) = new.take_if(|rule| rule.name < other.name) {
                 rules.push(rule, GFP_KERNEL)?;
             }
@@ -247,6 +253,7 @@ impl Rules {
             ));
         }
         self.enforce(&mut state, RuleSet::new(rules)?)?;
+        state.ended = ended;
         state.next_rule += 1;
         Ok(id)
     }
@@ -257,10 +264,19 @@ impl Rules {
     pub(crate) fn remove(&self, id: u64) -> Answer {
         let mut state = self.state.lock();
         let mut rules = KVec::with_capacity(state.rule_set.rules.len(), GFP_KERNEL)?;
-        for rule in state.rule_set.rules.iter().filter(|rule| rule.id != id) {
+        let stays = |rule: &&Rule| rule.id != id && !state.ended.contains(&rule.id);
+        for rule in state.rule_set.rules.iter().filter(stays) {
             rules.push(*rule, GFP_KERNEL)?;
         }
-        Ok(self.enforce(&mut state, RuleSet::new(rules)?)?)
+        self.enforce(&mut state, RuleSet::new(rules)?)?;
+        state.ended.clear();
+        Ok(())
+    }
+
+    /// Ends the rule `id` when the rules change the next time, after [`Self::remove`] has failed. Allocates nothing.
+    pub(crate) fn remove_later(&self, id: u64) {
+        // Has space: `put` has made it, and a rule ends once.
+        let _ = self.state.lock().ended.push_within_capacity(id);
     }
 
     /// Returns the bytes of the kernel reserve that a rule sets for a provider, if one does.

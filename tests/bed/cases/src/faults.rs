@@ -22,7 +22,7 @@ use super::peer::{Held, Row, await_rows, counted, nic};
 use super::publisher::Publisher;
 use super::rules::AdminRule;
 use super::share::import;
-use super::{Bed, Case, alloc, errno, free, is_clearing, open, request, write};
+use super::{Bed, Case, alloc, errno, expect, free, is_clearing, open, request, write};
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -53,6 +53,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: admin,
+    },
+    Case {
+        name: "rule-ends-later",
+        about: "a rule that ends without memory ends when another rule changes",
+        topology: "small",
+        ruins: false,
+        run: rule_ends_later,
     },
     Case {
         name: "allocation-failures-unbind",
@@ -313,6 +320,26 @@ fn allocation_failures(bed: &mut Bed) -> Result<()> {
         cannot_fail(importer.say("detach"))?;
         mapped
     })
+}
+
+fn rule_ends_later(_: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let rule = AdminRule::new("10-ends", &[("action", "deny")])?;
+    expect("under the rule", alloc(fd, MIB), libc::EACCES)?;
+    // Each allocation of this thread in rmdir fails.
+    arm_within(&Within::Function("configfs_rmdir [configfs]"), SPARED)?;
+    let set = |name: &str, value: &str| write(&Path::new("/sys/kernel/debug/failslab").join(name), value);
+    set("task-filter", "Y")?;
+    set("times", "-1")?;
+    set("probability", "100")?;
+    write(Path::new("/proc/thread-self/make-it-fail"), "1")?;
+    drop(rule);
+    write(Path::new("/proc/thread-self/make-it-fail"), "0")?;
+    set("probability", "0")?;
+    expect("after rmdir without memory", alloc(fd, MIB), libc::EACCES)?;
+    let _other = AdminRule::new("20-other", &[("quota", "1G")])?;
+    free(fd, alloc(fd, MIB).map_err(errno)?.handle).map_err(errno)
 }
 
 fn ioctls(bed: &mut Bed) -> Result<()> {
