@@ -199,12 +199,31 @@ impl Orchestrator {
     }
 
     /// Removes all providers before the system sleeps, as their memory may lose its contents. Each provider has [`SUSPEND_TIMEOUT_MS`]
-    /// ms to end.
+    /// ms to end. Removes none if a device uses memory that it would not release.
     ///
     /// Context: process context, may sleep.
     ///
-    /// Errors: `EBUSY` if a provider did not end in time (the log names the holder of its memory), `ENOMEM`.
+    /// Errors: `EBUSY` if a provider cannot end, or did not end in time (the log names the holder of its memory), `ENOMEM`.
     pub(crate) fn before_sleep(self: &Arc<Self>) -> Result {
+        for provider in self.providers()? {
+            let mut held = false;
+            provider.for_each_buffer(|buffer| {
+                let mut lasts = false;
+                buffer.for_each_revocable(|revocable| lasts |= revocable.outlasts_revocation());
+                if lasts {
+                    held = true;
+                    dev_warn!(
+                        provider.function().device(),
+                        "p2pmem: keeps the machine from sleeping: a device does not release buffer {} of {}\n",
+                        buffer.id,
+                        buffer.owner
+                    );
+                }
+            });
+            if held {
+                return Err(EBUSY);
+            }
+        }
         while let Some(provider) = self.first() {
             dev_notice!(
                 provider.function().device(),

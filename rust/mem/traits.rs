@@ -41,6 +41,9 @@ pub(crate) trait Revocable: Send + Sync {
     /// Second part: waits until no device can reach the memory, without a limit. Waits for fences spend `deadline`.
     fn await_idle(&self, deadline: &mut RevokeDeadline);
 
+    /// Returns whether a device can reach the memory until a program lets go: its driver does not end that on request.
+    fn outlasts_revocation(&self) -> bool;
+
     /// Returns the number of attached importers. A registration has none.
     fn attachments(&self) -> u32 {
         0

@@ -430,6 +430,12 @@ impl Revocable for Export {
         }
     }
 
+    fn outlasts_revocation(&self) -> bool {
+        let state = self.state.lock();
+        let mut importers = state.importers.values();
+        importers.any(|importer| importer.mappings > 0 && !importer.revocable)
+    }
+
     /// Returns the number of attached importers.
     fn attachments(&self) -> u32 {
         self.state.lock().importers.values().count() as u32

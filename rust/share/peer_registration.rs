@@ -352,6 +352,10 @@ impl Revocable for PeerRegistration {
         }
     }
 
+    fn outlasts_revocation(&self) -> bool {
+        self.place.outlasts_invalidation()
+    }
+
     /// Writes the registration's line of debugfs' `registrations`.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mapped = self.place.is_mapped();

@@ -249,6 +249,11 @@ impl Slot {
         self.is_mapped()
     }
 
+    /// Returns whether the adapter uses the memory until the program deregisters it, because the client cannot invalidate.
+    pub(crate) fn outlasts_invalidation(&self) -> bool {
+        self.is_mapped() && gate::current().is_none_or(|gate| gate.form == Form::Persistent)
+    }
+
     pub(crate) fn is_mapped(&self) -> bool {
         self.state.lock().mapped.as_ref().is_some_and(|mapped| mapped.live)
     }
