@@ -28,6 +28,8 @@ pub mod qmp;
 pub mod script;
 pub mod selection;
 pub mod stamp;
+mod sys;
+mod ticks;
 pub mod topology;
 pub mod trace;
 pub mod vm;

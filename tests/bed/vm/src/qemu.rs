@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::accelerator::Accelerator;
 use crate::kernel::Kernel;
 use crate::topology::{BridgeKind, Device, Iommu, Machine, ROOT, Topology};
-use crate::trace;
+use crate::{ticks, trace};
 use p2pmem_guest::wire::PORT_NAME;
 
 /// Kernel options for every boot: no mitigations and no self-tests, which cost emulated instructions; the log and the
@@ -330,9 +330,12 @@ fn machine(argv: &mut Args, topology: &Topology, paths: &Paths, kernel: &Kernel)
         Some(Iommu::Intel) => format!("intel_iommu=on {TRANSLATE}"),
         Some(Iommu::Amd) => format!("amd_iommu=on {TRANSLATE}"),
     };
+    // A counter of instructions has its own rate, which the kernel measures exactly.
+    let rate = ticks::per_ms().filter(|_| !machine.count_instructions);
+    let clock = rate.map_or(String::new(), |rate| format!("tsc_early_khz={rate}"));
     argv.add(
         "-append",
-        format!("{CMDLINE} {checks} {iommu} init={}", utf8(&paths.init)?),
+        format!("{CMDLINE} {clock} {checks} {iommu} init={}", utf8(&paths.init)?),
     );
     // The IOMMU comes before all devices whose DMA it translates. Virtio devices bypass it.
     match machine.iommu {
