@@ -2,15 +2,15 @@
 
 //! The orchestrator: the list of providers and of open files, the [`paths`], and the [`choice`] of a provider for a request.
 //!
-//! Context: process context, may sleep. `registry`, `topology`, `snapshots` and `files` are mutexes that are never held together. While
-//! `registry` is held only atomics of the providers are touched; see "Lock order" in Documentation/design/lifecycle.md.
+//! Context: process context, may sleep. `registry`, `topology`, `snapshots` and `files` are mutexes that are never held
+//! together. While `registry` is held only atomics of the providers are touched; see "Lock order" in Documentation/design/lifecycle.md.
 //! References to providers, files and snapshots are dropped with no lock held, as each may be the last one.
 
 use crate::{
     alloc::{
         rules::Rules,
         snapshot::SnapshotCache,
-        topology::KnownTopology, //
+        topology::Topology, //
     },
     ext::{
         abi::{
@@ -86,15 +86,16 @@ struct Registry {
 pub(crate) struct Orchestrator {
     space: AddressSpace<Buffer>,
     rules: Arc<Rules>,
-    /// Incremented whenever a snapshot may have become outdated.
+    /// Incremented whenever a snapshot or the table of functions may have become outdated.
     generation: Atomic<u64>,
     next_file: Atomic<u64>,
     /// Sums of the counters of removed providers.
     past: Counters,
     #[pin]
     registry: Mutex<Registry>,
+    /// The table of functions, once somebody has needed it.
     #[pin]
-    topology: Mutex<KnownTopology>,
+    topology: Mutex<Option<Arc<Topology>>>,
     #[pin]
     regions: Mutex<Regions>,
     #[pin]
@@ -126,7 +127,7 @@ impl Orchestrator {
                     lost: KVec::new(),
                     asleep: false,
                 }),
-                topology <- new_mutex!(KnownTopology::NOTHING),
+                topology <- new_mutex!(None),
                 regions <- new_mutex!(Regions::NONE),
                 snapshots <- new_mutex!(SnapshotCache::new()),
                 files <- new_mutex!(RBTree::new()),

@@ -121,42 +121,6 @@ impl Topology {
     }
 }
 
-/// The table, once somebody has needed it, and how often it was dropped.
-pub(crate) struct KnownTopology {
-    topology: Option<Arc<Topology>>,
-    dropped: u64,
-}
-
-impl KnownTopology {
-    pub(crate) const NOTHING: Self = Self {
-        topology: None,
-        dropped: 0,
-    };
-
-    pub(crate) fn get(&self) -> Option<Arc<Topology>> {
-        self.topology.clone()
-    }
-
-    pub(crate) fn dropped(&self) -> u64 {
-        self.dropped
-    }
-
-    /// Keeps a table that was collected when the number of drops was `dropped`, unless one was dropped since. Returns the table
-    /// to drop without a lock.
-    pub(crate) fn keep(&mut self, new: &Arc<Topology>, dropped: u64) -> Option<Arc<Topology>> {
-        if self.dropped != dropped {
-            return None;
-        }
-        self.topology.replace(new.clone())
-    }
-
-    /// Forgets the table. Returns the table to drop without a lock: the last reference to a function frees the function.
-    pub(crate) fn forget(&mut self) -> Option<Arc<Topology>> {
-        self.dropped += 1;
-        self.topology.take()
-    }
-}
-
 /// Returns where the function at `addr` is in `order`, or where it has to be inserted.
 fn position(ports: &[Port], order: &[u32], addr: PciAddr) -> core::result::Result<usize, usize> {
     order.binary_search_by_key(&Some(addr), |&at| ports.get(at as usize).map(|port| port.addr))

@@ -38,7 +38,9 @@ use kernel::{
 impl Orchestrator {
     /// Drops the table of functions and all snapshots. For a function that came or went, and for a change of ACS.
     pub(crate) fn forget_topology(&self) {
-        let old = self.topology.lock().forget();
+        // A table that is being collected must not be kept, and no snapshot of the old one: `forget_snapshots` counts once more.
+        self.generation.fetch_add(1, Relaxed);
+        let old = self.topology.lock().take();
         // The last reference to a function frees it.
         drop(old);
         self.forget_snapshots();
@@ -53,14 +55,19 @@ impl Orchestrator {
 
     /// Returns the table of functions. Errors: `ENOMEM`.
     fn topology(&self) -> Result<Arc<Topology>> {
-        let known = self.topology.lock();
-        if let Some(topology) = known.get() {
+        let generation = self.generation();
+        let known = self.topology.lock().clone();
+        if let Some(topology) = known {
             return Ok(topology);
         }
-        let dropped = known.dropped();
-        drop(known);
         let new = Topology::new()?;
-        let old = self.topology.lock().keep(&new, dropped);
+        let mut known = self.topology.lock();
+        let old = if self.generation() == generation {
+            known.replace(new.clone())
+        } else {
+            None
+        };
+        drop(known);
         drop(old);
         Ok(new)
     }
