@@ -6,6 +6,7 @@
 
 pub(crate) mod buffer;
 pub(crate) mod memory;
+pub(crate) mod own;
 pub(crate) mod provider;
 pub(crate) mod traits;
 pub(crate) mod walk;

@@ -321,11 +321,10 @@ impl Removal {
         // Step 6: for an `Unbind` the pool ends, and `Lost` memory is cleared when the device answers again.
         if kind == RemovalKind::Retire {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
-            while let Some(mut memory) = returned.pop() {
-                provider.clear_stopped(&mut memory);
-                memory.mark_cleared();
+            while let Some(memory) = returned.pop() {
+                memory.clear_all(provider.combine);
             }
-            provider.scrub_stopped(&stopped);
+            provider.clear_released(&stopped);
         }
         drop(returned);
         // Step 7: dropping `stopped` gives the chunk back to the pool or unmaps the window.

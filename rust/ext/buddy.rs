@@ -2,8 +2,11 @@
 
 //! The kernel's buddy allocator over the offsets of a BAR.
 //!
-//! [`kernel::gpu::buddy`] wraps the same allocator, but can neither return the size of the largest free piece, which every
-//! placement decision needs, nor which memory is cleared, which clearing between owners needs.
+//! [`kernel::gpu::buddy`] wraps the same allocator, but cannot return the size of the largest free block, which every
+//! placement decision needs, and cannot free a part of an allocation, which clearing between owners needs.
+//!
+//! The allocator knows nothing about the contents of memory: its blocks are never marked as cleared, so all free neighbors
+//! merge.
 //!
 //! Context: process context, may sleep, except for [`Buddy::hint`] and the accessors of [`Extent`]. `Buddy::lock` is a
 //! mutex that protects the C structure. No other lock of p2pmem is taken under it.
@@ -17,7 +20,6 @@ use crate::{
     },
     sys, //
 };
-use core::cell::Cell;
 use kernel::{
     bindings,
     error::to_result,
@@ -25,19 +27,14 @@ use kernel::{
     page::PAGE_SIZE,
     prelude::*,
     sync::{
-        atomic::{Atomic, Relaxed},
-        Arc, Mutex, MutexGuard,
+        Arc,
+        Mutex, //
     },
-    types::Opaque,
+    types::Opaque, //
 };
 
 const CONTIGUOUS: usize = bindings::GPU_BUDDY_CONTIGUOUS_ALLOCATION;
-const CLEAR: usize = bindings::GPU_BUDDY_CLEAR_ALLOCATION;
 const RANGE: usize = bindings::GPU_BUDDY_RANGE_ALLOCATION;
-const CLEARED: u32 = bindings::GPU_BUDDY_CLEARED as u32;
-
-/// Placeholder for a largest piece that is not known.
-const UNKNOWN: u64 = u64::MAX;
 
 /// An allocator of contiguous, page-aligned pieces of `0..size`. Memory before `start` is never allocated to callers.
 ///
@@ -54,8 +51,6 @@ pub(crate) struct Buddy {
     inner: Opaque<bindings::gpu_buddy>,
     #[pin]
     lock: Mutex<Locked>,
-    /// Size in bytes of the largest piece, or [`UNKNOWN`] after a change. Accessed only with `lock` held.
-    longest: Atomic<u64>,
     hint: Arc<FreeHint>,
 }
 
@@ -65,14 +60,12 @@ unsafe impl Send for Buddy {}
 // fields are `Sync`.
 unsafe impl Sync for Buddy {}
 
-/// State that the allocator's lock protects.
+/// State that the allocator's lock protects. A reference to it shows that the lock is held.
 struct Locked {
     /// The blocks before `start`, which stay allocated.
     below: Blocks,
-    /// Size in bytes of a block that is free: a lower bound of the largest free block.
-    block: Cell<u64>,
     /// Whether the allocator's trees may be corrupt. Then `inner` is not accessed any more, and its C memory is leaked.
-    lost: Cell<bool>,
+    lost: bool,
 }
 
 /// A list of blocks of one allocator.
@@ -100,18 +93,17 @@ impl Blocks {
     }
 }
 
-/// An allocated piece. Dropping the extent frees the piece, as cleared memory if [`Self::set_clear`] said so, otherwise as
-/// memory that must be cleared before its next use.
+/// An allocated piece. Dropping the extent frees the piece.
 ///
 /// # Invariants
 ///
-/// `blocks` contains the blocks of one allocation from `buddy`, which are `size` contiguous bytes from `offset` on.
+/// `blocks` contains blocks of one allocation from `buddy` in ascending order, which are `size` contiguous bytes from
+/// `offset` on; fewer if `buddy` is lost.
 pub(crate) struct Extent {
     buddy: Arc<Buddy>,
     blocks: Blocks,
     offset: u64,
     size: u64,
-    clear: bool,
 }
 
 impl Buddy {
@@ -128,8 +120,7 @@ impl Buddy {
         }
         let lock = Locked {
             below: Blocks::new()?,
-            block: Cell::new(0),
-            lost: Cell::new(false),
+            lost: false,
         };
         let hint = FreeHint::new()?;
         let buddy: Arc<Self> = Arc::pin_init(
@@ -141,128 +132,73 @@ impl Buddy {
                     to_result(unsafe { bindings::gpu_buddy_init(slot, end, PAGE_SIZE as u64) })
                 }),
                 lock <- new_mutex!(lock),
-                longest: Atomic::new(UNKNOWN),
                 hint,
             }? Error),
             GFP_KERNEL,
         )?;
-        let guard = buddy.lock.lock();
+        let mut locked = buddy.lock.lock();
         if start > 0 {
-            buddy.ask(&guard, &guard.below, start, start, PAGE_SIZE as u64, RANGE)?;
+            let below = Blocks::new()?;
+            buddy.request(&mut locked, &below, start, start, PAGE_SIZE as u64, RANGE)?;
+            locked.below = below;
         }
-        buddy.note(&guard);
-        drop(guard);
+        buddy.note(&locked);
+        drop(locked);
         Ok(buddy)
     }
 
-    /// Allocates one contiguous piece of at least `size` bytes. Cleared memory is preferred. May sleep.
+    /// Allocates one contiguous piece of at least `size` bytes. May sleep.
     ///
     /// `size` is a multiple of the page size, `align` a power of two that is at least the page size. Errors: `EINVAL` for
     /// other arguments; `ENOSPC` if no such piece is free; `ENOMEM`; `EINTR` if the task is being killed; `EIO` if the
     /// allocator failed.
     pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64) -> Result<Extent> {
         let blocks = Blocks::new()?;
-        let guard = self.lock.lock();
-        let (offset, size, clear) = self.take(&guard, &blocks, size, align)?;
-        self.note(&guard);
-        drop(guard);
+        let mut locked = self.lock.lock();
+        let (offset, size) = self.take(&mut locked, &blocks, size, align)?;
+        self.note(&locked);
+        drop(locked);
         // INVARIANT: `take()` put the blocks of one allocation into the list, with this offset and size.
         Ok(Extent {
             buddy: self.clone(),
             blocks,
             offset,
             size,
-            clear,
         })
     }
 
-    /// Allocates one block that is not cleared, of at most `most` bytes. Returns `None` if all free memory is cleared.
-    ///
-    /// `most` is a power of two that is at least the page size. May sleep. Errors: as [`Self::alloc`].
-    pub(crate) fn take_unclear(self: &Arc<Self>, most: u64) -> Result<Option<Extent>> {
-        if most < PAGE_SIZE as u64 || !most.is_power_of_two() {
-            return Err(EINVAL);
-        }
-        let blocks = Blocks::new()?;
-        let guard = self.lock.lock();
-        self.check(&guard)?;
-        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
-        // are valid.
-        let largest = unsafe { sys::p2pmem_buddy_largest_dirty(self.inner.get()) };
-        let size = largest.min(most);
-        if size == 0 {
-            return Ok(None);
-        }
-        // Without `CLEAR`, the allocator looks among memory that is not cleared first.
-        self.ask(&guard, &blocks, self.end(), size, PAGE_SIZE as u64, 0)?;
-        let (mut offset, mut len, mut clear) = (0, 0, false);
-        // SAFETY: By the type invariant the structure is initialised, and the lock is held. `ask()` succeeded, so the list
-        // contains the blocks of one allocation. The other pointers are those of local variables.
-        let whole =
-            unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
-        if !whole {
-            self.put_back(&guard, &blocks);
-            return Err(ENOSPC);
-        }
-        self.note(&guard);
-        drop(guard);
-        Ok(Some(Extent {
-            buddy: self.clone(),
-            blocks,
-            offset,
-            size: len,
-            clear,
-        }))
-    }
-
-    /// Allocates one contiguous piece into `blocks`, an empty list. Returns the offset, the size in bytes, and whether the
-    /// piece is all zeroes. The list is empty after an error. Errors: as [`Self::alloc`].
-    fn take(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64, bool)> {
+    /// Allocates one contiguous piece into `blocks`, an empty list. Returns the offset and the size in bytes. The list is
+    /// empty after an error, unless the allocator is lost. Errors: as [`Self::alloc`].
+    fn take(&self, locked: &mut Locked, blocks: &Blocks, size: u64, align: u64) -> Result<(u64, u64)> {
         let page = PAGE_SIZE as u64;
         if size == 0 || size % page != 0 || align < page || !align.is_power_of_two() {
             return Err(EINVAL);
         }
-        let Some(rounded) = size.checked_next_power_of_two() else {
-            return Err(ENOSPC);
-        };
-        if align > self.end() {
+        let rounded = size.checked_next_power_of_two().ok_or(ENOSPC)?;
+        if size.max(align) > self.end() {
             return Err(ENOSPC);
         }
         // The allocator aligns a contiguous allocation to its size, rounded up to a power of two. For a larger alignment,
         // request a power of two without `CONTIGUOUS`.
-        let (ask, flags) = if align > rounded {
-            (rounded, CLEAR)
+        let (size, flags) = if align > rounded {
+            (rounded, 0)
         } else {
-            (size, CLEAR | CONTIGUOUS)
+            (size, CONTIGUOUS)
         };
-        // The range contains all memory, but must be given: the allocator joins cleared and other memory only within a
-        // range. It returns `EINVAL` if the size exceeds the range.
-        let ask = || {
-            let ret = self.ask(guard, blocks, self.end(), ask, align, flags);
-            ret.map_err(|e| if e == EINVAL { ENOSPC } else { e })
-        };
-        match ask() {
-            // If the rounded size exceeds all memory, the allocator does not join cleared with other memory. Join them
-            // here and try again.
-            Err(e) if e == ENOSPC && rounded > self.end() && size <= self.longest_run(guard) => {
-                self.join(guard);
-                ask()?;
-            }
-            done => done?,
+        self.request(locked, blocks, 0, size, align, flags)?;
+        let (mut offset, mut len) = (0, 0);
+        // SAFETY: By the type invariant the structure is initialised, and the lock is held. `request()` succeeded, so the
+        // list contains the blocks of one allocation. The other pointers are those of local variables.
+        let in_order = unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len) };
+        // The allocator returns more than `size` bytes if it found no memory to split the last block.
+        if !in_order || len != size || offset & (align - 1) != 0 {
+            self.lose(locked);
+            return Err(EIO);
         }
-        let (mut offset, mut len, mut clear) = (0, 0, false);
-        // SAFETY: By the type invariant the structure is initialised, and the lock is held. `ask()` succeeded, so the list
-        // contains the blocks of one allocation. The other pointers are those of local variables.
-        let whole =
-            unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len, &mut clear) };
-        if !whole || offset & (align - 1) != 0 || len < size {
-            self.put_back(guard, blocks);
-            return Err(ENOSPC);
-        }
-        Ok((offset, len, clear))
+        Ok((offset, len))
     }
 
-    /// Requests blocks within `0..end` from the allocator, into an empty list.
+    /// Requests blocks from the allocator, into an empty list; with `RANGE` within `0..end`.
     ///
     /// If the kernel has no memory to split a block, the error path of `gpu_buddy_alloc_blocks()` frees a block that is
     /// free already, and corrupts its trees. Such small allocations normally wait until memory is free. They fail only in
@@ -270,99 +206,48 @@ impl Buddy {
     ///
     /// A task that is killed after this check can still corrupt the trees. The symptom is an error although a block of a
     /// sufficient size is free, or an error of the first request of a new allocator (`RANGE`). After the symptom,
-    /// [`Self::lose`] stops all use of the allocator. Errors: `EIO` then, or `ENOMEM`; `ENOSPC` and `EINVAL` of the C
-    /// function.
-    fn ask(
-        &self,
-        guard: &MutexGuard<'_, Locked>,
-        blocks: &Blocks,
-        end: u64,
-        size: u64,
-        align: u64,
-        flags: usize,
-    ) -> Result {
-        self.check(guard)?;
+    /// [`Self::lose`] stops all use of the allocator. Errors: `EIO` then; `ENOSPC`.
+    fn request(&self, locked: &mut Locked, blocks: &Blocks, end: u64, size: u64, align: u64, flags: usize) -> Result {
+        if locked.lost {
+            return Err(EIO);
+        }
         if is_killed() {
             return Err(EINTR);
         }
-        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        let fits = size.max(align).checked_next_power_of_two();
+        let must_fit = flags & RANGE != 0 || fits.is_some_and(|block| block <= self.largest_block(locked));
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `lost` is not set, so the trees
         // are valid. The list is initialised and empty. The C function checks the range, the size and the alignment.
         let ret =
             unsafe { bindings::gpu_buddy_alloc_blocks(self.inner.get(), 0, end, size, align, blocks.0.get(), flags) };
-        let fits = size.max(align).checked_next_power_of_two();
-        if ret != 0 && (flags & RANGE != 0 || fits.is_some_and(|block| block <= guard.block.get())) {
-            self.give_up(guard);
-            return Err(if ret == ENOMEM.to_errno() { ENOMEM } else { EIO });
+        if ret == 0 {
+            return Ok(());
         }
-        to_result(ret)
-    }
-
-    /// Checks that the allocator's trees are valid. Errors: `EIO` if they may be corrupt.
-    fn check(&self, guard: &MutexGuard<'_, Locked>) -> Result {
-        if guard.lost.get() {
+        if must_fit || ret == ENOMEM.to_errno() {
+            self.lose(locked);
             return Err(EIO);
         }
-        Ok(())
+        Err(ENOSPC)
     }
 
     /// Stops all use of the allocator, whose trees may be corrupt, and logs that.
-    fn give_up(&self, guard: &MutexGuard<'_, Locked>) {
-        guard.lost.set(true);
-        self.note(guard);
+    fn lose(&self, locked: &mut Locked) {
+        locked.lost = true;
+        self.note(locked);
         pr_err!(
             "the kernel ran out of memory in its allocator of {} bytes, which loses track of them: nothing of them is allocated any more\n",
             self.end()
         );
     }
 
-    /// Frees the blocks of a list of this allocator, as cleared memory if `clear`. The blocks leak if the trees may be
-    /// corrupt.
-    fn give(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, clear: bool) {
-        if self.check(guard).is_err() {
+    /// Frees the blocks of a list of this allocator. The blocks leak if the trees may be corrupt.
+    fn give(&self, locked: &Locked, blocks: &Blocks) {
+        if locked.lost {
             return;
         }
-        let flags = if clear { CLEARED } else { 0 };
-        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `lost` is not set, so the trees
         // are valid. By the invariant of `Blocks` the blocks are allocated, from this allocator as the callers guarantee.
-        unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), flags) };
-    }
-
-    /// Joins all free neighbours, cleared or not. Afterwards no memory counts as cleared. The trees must be valid.
-    fn join(&self, _: &MutexGuard<'_, Locked>) {
-        // SAFETY: By the type invariant the structure is initialised; the lock is held. The caller has seen a
-        // `longest_run()` above 0, which is 0 if the trees may be corrupt.
-        unsafe { bindings::gpu_buddy_reset_clear(self.inner.get(), false) };
-    }
-
-    /// Returns the size in bytes of the largest piece that can be allocated after neighbours are joined. Reads every
-    /// block.
-    fn longest_run(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
-        if self.check(guard).is_err() {
-            return 0;
-        }
-        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
-        // are valid.
-        unsafe { sys::p2pmem_buddy_longest(self.inner.get()) }
-    }
-
-    /// Frees the blocks of a list of this allocator that were not used. Cleared blocks stay cleared.
-    fn put_back(&self, _: &MutexGuard<'_, Locked>, blocks: &Blocks) {
-        // SAFETY: By the type invariant the structure is initialised; the lock is held. The blocks come from an `ask()`
-        // that succeeded under this lock, so they are allocated and the trees are valid.
-        unsafe { sys::p2pmem_buddy_put_back(self.inner.get(), blocks.0.get()) };
-    }
-
-    /// Returns whether a piece can be allocated, by a trial. `blocks` is an empty list.
-    ///
-    /// The caller holds the lock during the trial, so no other request finds less free memory than there is. Cleared
-    /// memory stays known as cleared, except for neighbours that had to be joined for the piece.
-    fn fits(&self, guard: &MutexGuard<'_, Locked>, blocks: &Blocks, size: u64, align: u64) -> bool {
-        let taken = self.take(guard, blocks, size, align);
-        if taken.is_ok() {
-            self.put_back(guard, blocks);
-            guard.block.set(self.largest_block(guard));
-        }
-        taken.is_ok()
+        unsafe { bindings::gpu_buddy_free_list(self.inner.get(), blocks.0.get(), 0) };
     }
 
     /// Returns the free-space hint, which is readable without the lock.
@@ -371,11 +256,8 @@ impl Buddy {
     }
 
     /// Updates the free-space hint after a change.
-    fn note(&self, guard: &MutexGuard<'_, Locked>) {
-        let block = self.largest_block(guard);
-        self.longest.store(UNKNOWN, Relaxed);
-        guard.block.set(block);
-        self.hint.set(self.free_bytes(guard), block);
+    fn note(&self, locked: &Locked) {
+        self.hint.set(self.free_bytes(locked), self.largest_block(locked));
     }
 
     /// Returns the number of free bytes. May sleep.
@@ -383,8 +265,8 @@ impl Buddy {
         self.free_bytes(&self.lock.lock())
     }
 
-    fn free_bytes(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
-        if self.check(guard).is_err() {
+    fn free_bytes(&self, locked: &Locked) -> u64 {
+        if locked.lost {
             return 0;
         }
         // SAFETY: By the type invariant the allocator is initialised, and its lock is held.
@@ -397,12 +279,12 @@ impl Buddy {
         unsafe { (*self.inner.get()).size }
     }
 
-    /// Returns the size in bytes of the largest free block, a power of two, without joining neighbours.
-    fn largest_block(&self, guard: &MutexGuard<'_, Locked>) -> u64 {
-        if self.check(guard).is_err() {
+    /// Returns the size in bytes of the largest free block, a power of two.
+    fn largest_block(&self, locked: &Locked) -> u64 {
+        if locked.lost {
             return 0;
         }
-        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `check()` says that its trees
+        // SAFETY: By the type invariant the structure is initialised; the lock is held, and `lost` is not set, so the trees
         // are valid.
         unsafe { sys::p2pmem_buddy_largest(self.inner.get()) }
     }
@@ -413,48 +295,42 @@ impl Buddy {
     /// the allocation would fail, or there was no memory for the trial.
     pub(crate) fn largest_for(&self, size: u64, align: u64) -> u64 {
         let trial = Blocks::new();
-        let guard = self.lock.lock();
-        let block = self.largest_block(&guard);
+        let mut locked = self.lock.lock();
+        let block = self.largest_block(&locked);
         if size.max(align).checked_next_power_of_two().is_some_and(|n| n <= block) {
             return block;
         }
-        let may = align <= block.max(size) && size <= self.free_bytes(&guard);
-        if may && trial.is_ok_and(|blocks| self.fits(&guard, &blocks, size, align)) {
-            return size.max(block);
+        // The piece may consist of adjacent blocks, or begin at an aligned smaller block. Only a trial shows that. The lock
+        // is held, so no other request finds less free memory than there is. Freeing merges what the trial split.
+        if let Ok(blocks) = trial {
+            if size <= self.free_bytes(&locked) && self.take(&mut locked, &blocks, size, align).is_ok() {
+                self.give(&locked, &blocks);
+                return size.max(block);
+            }
         }
         // The block has enough bytes, but not the alignment.
         block.min(size.saturating_sub(PAGE_SIZE as u64))
     }
 
-    /// Returns the size in bytes of the largest piece that can be allocated with page alignment. Changes nothing. May
-    /// sleep.
-    ///
-    /// Reads every block once after each change, so this is for display, not for decisions.
+    /// Returns the size in bytes of a piece that can be allocated now with page alignment: all free memory if one allocation
+    /// can get it, otherwise the largest block. May sleep.
     pub(crate) fn largest(&self) -> u64 {
-        let guard = self.lock.lock();
-        let known = self.longest.load(Relaxed);
-        if known != UNKNOWN {
-            return known;
-        }
-        let longest = self.longest_run(&guard);
-        self.longest.store(longest, Relaxed);
-        drop(guard);
-        longest
+        self.largest_for(self.free(), PAGE_SIZE as u64)
     }
 }
 
 #[pinned_drop]
 impl PinnedDrop for Buddy {
     fn drop(self: Pin<&mut Self>) {
-        let guard = self.lock.lock();
-        if self.check(&guard).is_err() {
+        let locked = self.lock.lock();
+        if locked.lost {
             return;
         }
-        // SAFETY: By the type invariant the structure is initialised, and `check()` says that its trees are valid. Each
+        // SAFETY: By the type invariant the structure is initialised, and `lost` is not set, so the trees are valid. Each
         // extent holds a reference to the allocator, so none exists any more: only the blocks in `below` are allocated,
         // and they are freed first, as `gpu_buddy_fini()` requires. The C structure is not used afterwards.
         unsafe {
-            bindings::gpu_buddy_free_list(self.inner.get(), guard.below.0.get(), 0);
+            bindings::gpu_buddy_free_list(self.inner.get(), locked.below.0.get(), 0);
             bindings::gpu_buddy_fini(self.inner.get());
         }
     }
@@ -471,22 +347,40 @@ impl Extent {
         self.size
     }
 
-    /// Returns whether the memory is known to be all zeroes.
-    pub(crate) fn is_clear(&self) -> bool {
-        self.clear
-    }
-
-    /// Sets whether the memory is all zeroes now.
-    pub(crate) fn set_clear(&mut self, clear: bool) {
-        self.clear = clear;
+    /// Frees the first `size` bytes of the piece. May sleep.
+    ///
+    /// Errors: `EINVAL` if `size` is not a multiple of the page size or larger than the piece; `EINTR` if the task is being
+    /// killed, see [`Buddy::request`]. Nothing is freed then.
+    pub(crate) fn free_front(&mut self, size: u64) -> Result {
+        if size > self.size || size % PAGE_SIZE as u64 != 0 {
+            return Err(EINVAL);
+        }
+        if is_killed() {
+            return Err(EINTR);
+        }
+        let mut locked = self.buddy.lock.lock();
+        if !locked.lost {
+            // SAFETY: By the type invariants the structure is initialised, and the list has this allocator's blocks in
+            // ascending order, which are at least `size` bytes; the lock is held, and `lost` is not set, so the trees are
+            // valid.
+            let ret = unsafe { sys::p2pmem_buddy_free_front(self.buddy.inner.get(), self.blocks.0.get(), size) };
+            if ret != 0 {
+                self.buddy.lose(&mut locked);
+            }
+            self.buddy.note(&locked);
+        }
+        // INVARIANT: The C function freed the first `size` bytes, or the allocator is lost.
+        self.offset += size;
+        self.size -= size;
+        Ok(())
     }
 }
 
 impl Drop for Extent {
     fn drop(&mut self) {
-        let guard = self.buddy.lock.lock();
-        self.buddy.give(&guard, &self.blocks, self.clear);
-        self.buddy.note(&guard);
+        let locked = self.buddy.lock.lock();
+        self.buddy.give(&locked, &self.blocks);
+        self.buddy.note(&locked);
     }
 }
 
@@ -542,17 +436,19 @@ mod tests {
     #[test]
     fn allocator_with_lost_trees_refuses_requests() -> Result {
         let buddy = Buddy::new(PAGE, 16 * PAGE)?;
-        let extent = buddy.alloc(2 * PAGE, PAGE)?;
-        buddy.give_up(&buddy.lock.lock());
+        let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
+        buddy.lose(&mut buddy.lock.lock());
         assert!(buddy.alloc(PAGE, PAGE).is_err_and(|e| e == EIO));
-        assert!(buddy.take_unclear(PAGE).is_err_and(|e| e == EIO));
+        // What is freed leaks, so that nobody waits for the memory.
+        extent.free_front(PAGE)?;
+        assert_eq!(extent.size(), 3 * PAGE);
         assert_eq!(
             (buddy.free(), buddy.largest(), buddy.largest_for(PAGE, PAGE)),
             (0, 0, 0)
         );
-        // `give_up()` does not change the allocator, so the test can use it again.
-        buddy.lock.lock().lost.set(false);
-        assert_eq!(buddy.free(), 13 * PAGE);
+        // `lose()` does not change the allocator, so the test can use it again.
+        buddy.lock.lock().lost = false;
+        assert_eq!(buddy.free(), 11 * PAGE);
         drop(extent);
         assert_eq!(buddy.free(), 15 * PAGE);
         Ok(())
@@ -629,10 +525,24 @@ mod tests {
         pages.retain(|page| !(8..16).contains(&(page.offset() / PAGE)));
         assert_eq!(buddy.largest_for(8 * PAGE, 8 * PAGE), 8 * PAGE);
         assert!(buddy.largest_for(8 * PAGE, 16 * PAGE) < 8 * PAGE);
+        assert_eq!(buddy.largest_for(9 * PAGE, PAGE), 9 * PAGE);
         let largest = buddy.largest();
         assert!(largest >= 8 * PAGE && buddy.alloc(largest, PAGE).is_ok());
         drop(pages);
         assert_eq!(buddy.largest(), 64 * PAGE);
+        Ok(())
+    }
+
+    #[test]
+    fn contiguous_free_memory_is_the_largest_piece() -> Result {
+        // In the last two cases, the blocks at the ends are too small for one allocation of all free memory.
+        for (start, end, largest) in [(0, 60, 60), (8, 64, 56), (1, 15, 4), (3, 29, 8)] {
+            let buddy = Buddy::new(start * PAGE, end * PAGE)?;
+            assert_eq!(buddy.largest(), largest * PAGE);
+            // Queries take nothing.
+            assert_eq!(buddy.free(), (end - start) * PAGE);
+            assert_eq!(buddy.alloc(largest * PAGE, PAGE)?.size(), largest * PAGE);
+        }
         Ok(())
     }
 
@@ -661,114 +571,38 @@ mod tests {
     }
 
     #[test]
-    fn clear_state_is_tracked() -> Result {
-        let buddy = Buddy::new(0, 16 * PAGE)?;
-        let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
-        assert!(!extent.is_clear());
-        let at = extent.offset();
-        extent.set_clear(true);
-        drop(extent);
-        // Cleared memory is allocated first. It is dirty if it is freed without having been cleared.
-        let mut extent = buddy.alloc(4 * PAGE, PAGE)?;
-        assert!(extent.is_clear() && extent.offset() == at);
-        extent.set_clear(false);
-        drop(extent);
-        assert!(!buddy.alloc(16 * PAGE, PAGE)?.is_clear());
-        Ok(())
-    }
-
-    #[test]
-    fn query_of_largest_range_has_no_side_effects() -> Result {
-        let buddy = Buddy::new(0, 60 * PAGE)?;
-        // Cleared and other pieces of two pages alternate. One of the pieces stays in use.
-        let mut pieces = KVec::new();
-        while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
-            piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
-            pieces.push(piece, GFP_KERNEL)?;
-        }
-        assert_eq!(buddy.largest(), 0);
-        pieces.retain(|piece| piece.offset() == 20 * PAGE);
-        assert_eq!(buddy.free(), 58 * PAGE);
-        // Pages 22 to 59, of which 32 to 47 are the largest block.
-        assert_eq!(buddy.largest(), 31 * PAGE);
-        assert_eq!(buddy.largest(), 31 * PAGE);
-        // The query kept the state of cleared memory.
-        let mut unclear = 0;
-        while let Some(mut extent) = buddy.take_unclear(64 * PAGE)? {
-            unclear += extent.size();
-            extent.set_clear(true);
-        }
-        assert_eq!(unclear, 30 * PAGE);
-        drop(pieces);
-        assert_eq!(buddy.largest(), 60 * PAGE);
-        Ok(())
-    }
-
-    #[test]
-    fn query_of_fit_has_no_side_effects() -> Result {
-        let buddy = Buddy::new(0, 4 * PAGE)?;
-        // Page 0 is in use, page 1 is cleared, pages 2 and 3 are not. The three free pages are in two blocks.
-        let mut pages = all_pages(&buddy)?;
-        for page in pages.iter_mut() {
-            page.set_clear(page.offset() == PAGE);
-        }
-        pages.retain(|page| page.offset() == 0);
-        assert_eq!(buddy.largest_for(3 * PAGE, PAGE), 3 * PAGE);
-        let mut unclear = 0;
-        while let Some(mut extent) = buddy.take_unclear(4 * PAGE)? {
-            unclear += extent.size();
-            extent.set_clear(true);
-        }
-        assert_eq!(unclear, 2 * PAGE);
-        Ok(())
-    }
-
-    #[test]
-    fn allocation_spans_clear_and_dirty_blocks() -> Result {
-        // Rounded up, 50 pages are more than 60 pages, and exactly 64 pages.
-        for all in [60, 64] {
-            let buddy = Buddy::new(0, all * PAGE)?;
-            let mut pieces = KVec::new();
-            while let Ok(mut piece) = buddy.alloc(2 * PAGE, PAGE) {
-                piece.set_clear((piece.offset() / (2 * PAGE)) % 2 == 0);
-                pieces.push(piece, GFP_KERNEL)?;
+    fn front_of_extent_is_freed_alone() -> Result {
+        // One block, a part of one, several blocks, and several blocks that begin at page 30.
+        for (start, end, size) in [(0, 64, 64), (0, 64, 21), (0, 60, 60), (5, 61, 31)] {
+            for step in [1, 3, 8, 64] {
+                let buddy = Buddy::new(start * PAGE, end * PAGE)?;
+                let mut extent = buddy.alloc(size * PAGE, PAGE)?;
+                let (first, last) = (extent.offset(), extent.offset() + extent.size());
+                while extent.size() > 0 {
+                    let front = extent.size().min(step * PAGE);
+                    extent.free_front(front)?;
+                    assert_eq!(extent.offset() + extent.size(), last);
+                    assert_eq!(buddy.free(), (end - start) * PAGE - extent.size());
+                    // Nobody gets a page that the extent still has.
+                    let pages = all_pages(&buddy)?;
+                    assert_eq!(buddy.free(), 0);
+                    assert!(pages
+                        .iter()
+                        .all(|page| !(extent.offset()..last).contains(&page.offset())));
+                    assert!(pages.iter().any(|page| page.offset() == first));
+                }
+                drop(extent);
+                assert_eq!(buddy.free(), (end - start) * PAGE);
+                assert_eq!(buddy.alloc(size * PAGE, PAGE)?.offset(), first);
             }
-            drop(pieces);
-            assert!(buddy.largest_for(50 * PAGE, PAGE) >= 50 * PAGE);
-            let most = buddy.alloc(50 * PAGE, PAGE)?;
-            assert!(most.size() >= 50 * PAGE && !most.is_clear());
-            drop(most);
-            assert!(buddy.alloc(all * PAGE, PAGE).is_ok());
         }
-        Ok(())
-    }
-
-    #[test]
-    fn take_unclear_finds_all_dirty_memory() -> Result {
-        let buddy = Buddy::new(0, 64 * PAGE)?;
-        for most in [0, 1, PAGE - 1, PAGE + 1, 3 * PAGE, u64::MAX] {
-            assert!(buddy.take_unclear(most).is_err_and(|e| e == EINVAL));
+        let buddy = Buddy::new(0, 8 * PAGE)?;
+        let mut extent = buddy.alloc(3 * PAGE, PAGE)?;
+        for size in [1, PAGE + 1, 4 * PAGE, u64::MAX, u64::MAX - PAGE + 1] {
+            assert!(extent.free_front(size).is_err_and(|e| e == EINVAL));
         }
-        // New memory is not cleared.
-        let first = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
-        assert!(first.size() == 16 * PAGE && !first.is_clear());
-        drop(first);
-        let mut steps = 0;
-        while let Some(mut extent) = buddy.take_unclear(16 * PAGE)? {
-            assert!(extent.size() <= 16 * PAGE && !extent.is_clear());
-            extent.set_clear(true);
-            steps += 1;
-        }
-        assert_eq!(steps, 4);
-        // One page is not cleared, all others are.
-        let mut all = all_pages(&buddy)?;
-        for (at, page) in all.iter_mut().enumerate() {
-            page.set_clear(at != 20);
-        }
-        drop(all);
-        let page = buddy.take_unclear(16 * PAGE)?.ok_or(EINVAL)?;
-        assert!(page.size() == PAGE && !page.is_clear());
-        assert!(buddy.take_unclear(16 * PAGE)?.is_none());
+        extent.free_front(0)?;
+        assert_eq!((extent.size(), buddy.free()), (3 * PAGE, 5 * PAGE));
         Ok(())
     }
 

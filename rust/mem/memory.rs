@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Memory of a provider: an extent with its chunk or window, or a chunk of its own.
+//! Memory of a provider: an extent of its own memory, or a chunk of another driver's pool.
 //!
 //! A [`Memory`] is in exactly one place: in a buffer, on its provider's `dirty` or `pinned` list, or in the hands of one
 //! thread, which the provider counts as `outstanding`. See "Memory of a buffer" in Documentation/design/lifecycle.md.
@@ -17,7 +17,10 @@ use crate::ext::{
     },
     vma::Fault, //
 };
-use crate::mem::traits::Charge;
+use crate::mem::{
+    own::OwnMemory,
+    traits::Charge, //
+};
 use kernel::{prelude::*, sync::Arc};
 
 /// A contiguous piece of a provider's memory.
@@ -25,8 +28,8 @@ pub(crate) struct Memory {
     source: MemorySource,
     /// Bytes that were requested.
     pub(crate) size: u64,
-    /// Whether the memory was cleared for its present owner. Only that owner has written to it since.
-    clear: bool,
+    /// Bytes from the start of the piece that are known to be zero. The whole piece is, before its owner can reach it.
+    cleared: u64,
     /// Whether p2pmem took page references for the present owner. Without them nobody else can refer to the pages.
     pages_held: bool,
     /// The present owner, or the last one.
@@ -49,26 +52,19 @@ pub(crate) enum Clearing {
 
 /// Where the memory comes from.
 pub(crate) enum MemorySource {
-    /// An extent of the provider's backing. `start` is the backing's first byte in the BAR.
-    Own {
-        extent: Extent,
-        backing: Arc<Backing>,
-        start: u64,
-    },
+    /// An extent of the provider's own memory.
+    Own { extent: Extent, own: Arc<OwnMemory> },
     /// A backing of its own. The first `align_skip` bytes only align the rest.
     Adopted { backing: Arc<Backing>, align_skip: u64 },
 }
 
 impl Memory {
-    /// Creates memory that belongs to the current task. `clear` says whether the piece was cleared since its last owner had
-    /// it.
-    ///
-    /// Errors: `ENOMEM`.
-    pub(crate) fn new(source: MemorySource, size: u64, clear: bool) -> Result<KBox<Self>> {
+    /// Creates memory that belongs to the current task. Errors: `ENOMEM`.
+    pub(crate) fn new(source: MemorySource, size: u64) -> Result<KBox<Self>> {
         let memory = Self {
             source,
             size,
-            clear,
+            cleared: 0,
             pages_held: false,
             owner: Owner::current(),
             charge: None,
@@ -81,15 +77,15 @@ impl Memory {
         &self.source
     }
 
-    /// Whether the memory was cleared since its last owner had it. Only then may the present owner reach it.
+    /// Returns whether the whole piece was cleared. Only then may its owner reach it.
     pub(crate) fn is_clear(&self) -> bool {
-        self.clear
+        self.cleared == self.footprint()
     }
 
     /// Returns the backing and the offset of the piece in it, in bytes.
     fn backing_and_offset(&self) -> (&Arc<Backing>, u64) {
         match &self.source {
-            MemorySource::Own { extent, backing, start } => (backing, extent.offset() - start),
+            MemorySource::Own { extent, own } => (own.backing(), own.offset_of(extent)),
             MemorySource::Adopted { backing, align_skip } => (backing, *align_skip),
         }
     }
@@ -164,36 +160,71 @@ impl Memory {
         }
     }
 
-    /// Clears the whole piece, `step` bytes at a time, calling `go_on` before each step. `combine` says that the BAR is
-    /// prefetchable and may be mapped write-combining. Nobody may use the memory meanwhile.
-    ///
-    /// Context: process context, may take long.
-    ///
-    /// Errors: those of `go_on`. The memory counts as not cleared then.
-    pub(crate) fn clear(&mut self, combine: bool, step: u64, go_on: impl Fn() -> Result) -> Result {
-        let size = self.footprint();
-        let (backing, start) = match &self.source {
-            MemorySource::Own { extent, backing, start } => (backing, extent.offset() - *start),
-            MemorySource::Adopted { backing, .. } => (backing, 0),
+    /// Clears up to `step` bytes that may not be zero, and returns their number. `combine` says that the BAR is prefetchable
+    /// and may be mapped write-combining. Nobody may use the memory meanwhile. May sleep.
+    pub(crate) fn clear_step(&mut self, combine: bool, step: u64) -> u64 {
+        let left = self.cleared..self.footprint();
+        let dirty = match &self.source {
+            MemorySource::Own { extent, own } => own.clear_unknown(extent, left.clone(), combine, step),
+            MemorySource::Adopted { backing, .. } => {
+                let now = step.min(left.end - left.start);
+                backing.clear(left.start, now, combine);
+                left.start..left.start + now
+            }
         };
-        let mut done = 0;
-        while done < size {
-            go_on()?;
-            let now = step.min(size - done);
-            backing.clear(start + done, now, combine);
-            done += now;
-        }
-        self.clear = true;
-        Ok(())
+        self.cleared = dirty.end;
+        dirty.end - dirty.start
     }
 
-    /// Marks cleared memory as free to go back to the allocator: drops the charge, and marks the extent as cleared.
-    pub(crate) fn mark_cleared(&mut self) {
-        if let MemorySource::Own { extent, .. } = &mut self.source {
-            extent.set_clear(true);
-        }
+    /// Marks the memory as used by its owner, who has ended.
+    pub(crate) fn set_used(&mut self) {
+        self.cleared = 0;
+    }
+
+    /// Drops the last owner's charge, and notes that nobody refers to the pages any more: [`Self::busy`] need not count again.
+    pub(crate) fn forget_owner(&mut self) {
         self.pages_held = false;
         self.charge = None;
+    }
+
+    /// Clears up to `step` bytes of used memory, and returns their number. In the provider's own memory they are free afterwards,
+    /// and the piece is smaller. After the last step [`Self::is_clear`] returns true, and dropping the piece frees what is left.
+    /// `combine` is as for [`Self::clear_step`].
+    ///
+    /// Errors: `EINTR` (the task was killed). Nothing was freed then.
+    pub(crate) fn scrub_step(&mut self, combine: bool, step: u64) -> Result<u64> {
+        let MemorySource::Own { extent, own } = &mut self.source else {
+            return Ok(self.clear_step(combine, step));
+        };
+        let now = step.min(extent.size());
+        own.backing().clear(own.offset_of(extent), now, combine);
+        if now == extent.size() {
+            self.cleared = now;
+        } else {
+            extent.free_front(now)?;
+        }
+        Ok(now)
+    }
+
+    /// Marks used memory as unknown, so that dropping the piece frees it without clearing it, and returns its size. A chunk of
+    /// another driver's pool is cleared by a step instead, since the pool remembers nothing. `combine` is as for
+    /// [`Self::clear_step`].
+    pub(crate) fn release_step(&mut self, combine: bool, step: u64) -> u64 {
+        let MemorySource::Own { extent, own } = &self.source else {
+            return self.clear_step(combine, step);
+        };
+        own.release(extent);
+        self.cleared = extent.size();
+        self.cleared
+    }
+
+    /// Clears the whole piece, whatever it contains. `combine` is as for [`Self::clear_step`].
+    pub(crate) fn clear_all(&self, combine: bool) {
+        let (backing, offset) = match &self.source {
+            MemorySource::Own { .. } => self.backing_and_offset(),
+            MemorySource::Adopted { backing, .. } => (backing, 0),
+        };
+        backing.clear(offset, self.footprint(), combine);
     }
 }
 

@@ -7,7 +7,8 @@
 //! that driver's pool and gives it back at its end.
 //!
 //! The life of memory: allocated ([`alloc`]), given back, dirty or pinned, cleared ([`scrubber`]), free. A removal
-//! ([`removal`]) ends all of it.
+//! ([`removal`]) ends all of it. Memory that was in use is cleared before it returns to its allocator, so free memory is zero or
+//! was never used ([`own`](super::own)).
 //!
 //! Locks: [`Provider::inner`] is a mutex that is held for short sections only, never while memory is cleared, a pool is called
 //! or a buffer ends. The buddy allocator's own lock is not taken below it. [`FreeHint`] is read without a lock.
@@ -18,7 +19,6 @@ use crate::{
             self,
             consts, //
         },
-        buddy::Buddy,
         completion::Completion,
         dmem::{
             CgroupCharge,
@@ -45,6 +45,7 @@ use crate::{
             MemoryList,
             MemorySource, //
         },
+        own::OwnMemory,
         provider::counters::Counters,
         traits::DeviceAttachment,
         walk, //
@@ -72,7 +73,7 @@ pub(crate) mod counters;
 pub(crate) mod removal;
 mod scrubber;
 
-/// Bytes that are cleared in one step.
+/// Bytes that are cleared in one step: a request to stop waits for one step at most.
 const STEP: u64 = 2 << 20;
 
 /// The value of `Provider::attach_gid` for no group. The kernel uses it for an invalid group too.
@@ -91,8 +92,8 @@ pub(crate) enum ProviderKind {
 
 /// Where memory is allocated.
 enum Source {
-    /// The module's own chunk and its allocator.
-    Own { backing: Arc<Backing>, buddy: Arc<Buddy> },
+    /// The module's own chunk or window, and its allocator.
+    Own(Arc<OwnMemory>),
     /// Another driver's pool: the bytes taken from it, and the largest request that may succeed, in bytes.
     Adopted {
         pool: Arc<Pool>,
@@ -116,10 +117,8 @@ struct Inner<B> {
     dirty: MemoryList,
     /// Memory whose pages others still refer to.
     pinned: MemoryList,
-    /// Bytes that are being cleared now.
+    /// Bytes of dirty memory that is being cleared now.
     clearing: u64,
-    /// Whether the buddy allocator has memory that was in use and is not cleared, since an allocation needed it at once.
-    unscrubbed: bool,
     /// How often outstanding memory came back, so that a waiter can detect that it missed one.
     returns: u64,
 }
@@ -130,9 +129,11 @@ impl<B> Inner<B> {
         self.dirty.bytes + self.clearing
     }
 
-    /// Returns whether any memory waits to be cleared, free or not.
-    fn is_clearing(&self) -> bool {
-        self.returning() > 0 || self.unscrubbed
+    /// Takes `taken` bytes of another driver's pool out of the account: the chunk has gone back to the pool.
+    fn unreserve(&mut self, taken: u64) {
+        if let Some(Source::Adopted { allocated, .. }) = &mut self.source {
+            *allocated -= taken;
+        }
     }
 
     /// Ends the outstanding state of one [`Memory`] object.
@@ -179,8 +180,6 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     driver: DriverName,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
     being_removed: AtomicFlag,
-    /// Number of allocations that found too little free memory and take memory that waits to be cleared.
-    starved: Atomic<u32>,
     /// The text that says what the removal waits for.
     #[pin]
     progress: Mutex<Text>,
@@ -223,17 +222,16 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Makes an own or registered provider of `backing`. Errors: `ENOMEM`.
     pub(crate) fn own(config: ProviderConfig, backing: Backing) -> Result<Arc<Self>> {
         let size = backing.size();
-        let buddy = Buddy::new(config.start, config.start + size)?;
         let flags = match backing {
             Backing::Pages(_) => consts::PROVIDER_EXPORTABLE,
             Backing::Window(_) => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
         };
-        let backing = Arc::new(backing, GFP_KERNEL)?;
+        let own = OwnMemory::new(backing, config.start)?;
         let kind = match config.publisher {
             None => ProviderKind::Own,
             Some(_) => ProviderKind::Registered,
         };
-        Self::new(config, kind, size, flags, Source::Own { backing, buddy })
+        Self::new(config, kind, size, flags, Source::Own(own))
     }
 
     /// Makes an adopted provider, which takes up to `size` bytes from `pool`. Errors: `ENOMEM`.
@@ -256,7 +254,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     fn new(config: ProviderConfig, kind: ProviderKind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
         let hint = match &source {
-            Source::Own { buddy, .. } => buddy.hint(),
+            Source::Own(own) => own.buddy().hint(),
             Source::Adopted { ceiling, .. } => {
                 let hint = FreeHint::new()?;
                 hint.set(size, size.min(*ceiling));
@@ -283,7 +281,6 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 driver: config.driver,
                 region: config.region,
                 being_removed: AtomicFlag::new(false),
-                starved: Atomic::new(0),
                 progress <- new_mutex!(Text::EMPTY),
                 inner <- new_mutex!(Inner {
                     source: Some(source),
@@ -294,7 +291,6 @@ impl<B: Send + Sync + 'static> Provider<B> {
                     dirty: MemoryList::EMPTY,
                     pinned: MemoryList::EMPTY,
                     clearing: 0,
-                    unscrubbed: false,
                     returns: 0,
                 }),
                 returned <- new_condvar!(),
@@ -321,7 +317,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     pub(crate) fn is_reached_by(&self, client: &Function) -> Result<bool> {
         let inner = self.inner.lock();
         let own = match inner.source.as_ref().ok_or(ENODEV)? {
-            Source::Own { backing, .. } => Ok(backing.clone()),
+            Source::Own(own) => Ok(own.backing().clone()),
             Source::Adopted { pool, .. } => Err(pool.clone()),
         };
         drop(inner);
@@ -410,7 +406,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     fn update_hint(&self, inner: &Inner<B>) {
         match &inner.source {
             None => self.hint.close(),
-            Some(Source::Own { .. }) => self.hint.set_returning(inner.returning(), inner.returns),
+            Some(Source::Own(_)) => self.hint.set_returning(inner.returning(), inner.returns),
             Some(Source::Adopted { allocated, ceiling, .. }) => {
                 let free = self.size - allocated;
                 self.hint.set_returning(inner.returning(), inner.returns);
@@ -430,14 +426,13 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let inner = self.inner.lock();
         let (free, largest) = match &inner.source {
             None => return None,
-            Some(Source::Own { buddy, .. }) => {
-                let buddy = buddy.clone();
-                // Memory that is being cleared counts as free, since an allocation waits for it. The scrubber counts memory in
-                // `clearing` before it takes it from the allocator, so no memory is missed.
-                let free = buddy.free() + inner.returning();
-                let (clearing, returns) = (inner.is_clearing(), inner.returns);
+            Some(Source::Own(own)) => {
+                let own = own.clone();
+                // Memory that is being cleared counts as free, since an allocation waits for it.
+                let free = own.buddy().free() + inner.returning();
+                let (clearing, returns) = (inner.returning() > 0, inner.returns);
                 drop(inner);
-                let largest = buddy.largest_for(size, align);
+                let largest = own.buddy().largest_for(size, align);
                 // Whether blocks that are being cleared will merge into one that fits is known only once they are free.
                 let joined = largest < size && (clearing || self.has_moved(returns));
                 (free, if joined { size.min(free) } else { largest })
@@ -464,7 +459,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Returns whether memory came back since `inner.returns` was `returns`, or is being cleared.
     fn has_moved(&self, returns: u64) -> bool {
         let inner = self.inner.lock();
-        inner.returns != returns || inner.is_clearing()
+        inner.returns != returns || inner.returning() > 0
     }
 
     /// Returns the physical address of the BAR, or 0 if the BAR is not known.
@@ -526,7 +521,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             row.flags |= consts::PROVIDER_PINNED_EXPORTS;
         }
         let inner = self.inner.lock();
-        if inner.is_clearing() {
+        if inner.returning() > 0 {
             row.flags |= consts::PROVIDER_CLEARING;
         }
         row.buffers = inner.count;
@@ -539,7 +534,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         };
         let own = match &inner.source {
             None => None,
-            Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
+            Some(Source::Own(own)) => Some(own.clone()),
             Some(Source::Adopted { allocated, ceiling, .. }) => {
                 row.free = self.size - allocated;
                 row.largest = row.free.min(*ceiling);
@@ -547,9 +542,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
             }
         };
         drop(inner);
-        if let Some(buddy) = own {
-            row.free = buddy.free();
-            row.largest = buddy.largest();
+        if let Some(own) = own {
+            row.free = own.buddy().free();
+            row.largest = own.buddy().largest();
         }
         row
     }
@@ -560,10 +555,10 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let count = inner.count;
         let free = match &inner.source {
             None => 0,
-            Some(Source::Own { buddy, .. }) => {
-                let buddy = buddy.clone();
+            Some(Source::Own(own)) => {
+                let own = own.clone();
                 drop(inner);
-                buddy.free()
+                own.buddy().free()
             }
             Some(Source::Adopted { allocated, .. }) => self.size - allocated,
         };

@@ -608,118 +608,52 @@ const struct bus_type *p2pmem_pci_bus_type(void)
 }
 
 /*
- * Returns offset and length of the blocks of one allocation, and whether all of them were cleared. Returns false if they
- * are not contiguous. The caller holds the allocator's lock.
+ * Returns offset and length of the blocks of one allocation. Returns false if they are not contiguous and in ascending order.
+ * The caller holds the allocator's lock.
  */
-bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear)
+bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len)
 {
-	u64 start = U64_MAX, end = 0, sum = 0;
-	struct gpu_buddy_block *block;
+	struct gpu_buddy_block *block = list_first_entry(blocks, typeof(*block), link);
 
-	*clear = true;
+	*offset = gpu_buddy_block_offset(block);
+	*len = 0;
 	list_for_each_entry(block, blocks, link) {
-		u64 at = gpu_buddy_block_offset(block), size = gpu_buddy_block_size(mm, block);
-
-		start = min(start, at);
-		end = max(end, at + size);
-		sum += size;
-		*clear &= gpu_buddy_block_is_clear(block);
+		if (gpu_buddy_block_offset(block) != *offset + *len)
+			return false;
+		*len += gpu_buddy_block_size(mm, block);
 	}
-	*offset = start;
-	*len = sum;
-	return sum && end - start == sum;
+	return true;
 }
 
 /*
- * Frees blocks that were not used since their allocation, and keeps their state: cleared blocks stay cleared. The caller
- * holds the allocator's lock.
+ * Frees the first @size bytes of blocks that p2pmem_buddy_extent() accepts and that have at least @size bytes. The caller
+ * holds the allocator's lock. Returns -ENOMEM if a block cannot be split. Then the allocator's trees may be corrupt.
  */
-void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks)
+int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 size)
 {
 	struct gpu_buddy_block *block, *next;
 
-	list_for_each_entry_safe(block, next, blocks, link)
-		gpu_buddy_free_block(mm, block);
-	INIT_LIST_HEAD(blocks);
-}
+	list_for_each_entry_safe(block, next, blocks, link) {
+		u64 len = gpu_buddy_block_size(mm, block), rest = gpu_buddy_block_offset(block) + size;
+		LIST_HEAD(first);
+		int ret;
 
-/* Returns the size of the largest free block, without merging neighbours. The caller holds the allocator's lock. */
-u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
-{
-	unsigned int tree;
-	int order;
-
-	for (order = mm->max_order; order >= 0; order--)
-		for_each_free_tree(tree)
-			if (!RB_EMPTY_ROOT(&mm->free_trees[tree][order]))
-				return mm->chunk_size << order;
+		if (!size)
+			break;
+		list_move(&block->link, &first);
+		if (len > size) {
+			ret = gpu_buddy_block_trim(mm, &rest, len - size, &first);
+			list_splice(&first, blocks);
+			return ret;
+		}
+		gpu_buddy_free_list(mm, &first, 0);
+		size -= len;
+	}
 	return 0;
 }
 
-static bool is_split(const struct gpu_buddy_block *block)
-{
-	return (block->header & GPU_BUDDY_HEADER_STATE) == GPU_BUDDY_SPLIT;
-}
-
-/* Returns the leftmost block below @block that is not split. */
-static struct gpu_buddy_block *first_leaf(struct gpu_buddy_block *block)
-{
-	while (is_split(block))
-		block = block->left;
-	return block;
-}
-
-/* Returns the next block to the right that is not split, below the same root, or NULL. */
-static struct gpu_buddy_block *next_leaf(struct gpu_buddy_block *block)
-{
-	while (block->parent && block == block->parent->right)
-		block = block->parent;
-	return block->parent ? first_leaf(block->parent->right) : NULL;
-}
-
-/* Returns how many of the free bytes from @start to @end one allocation can get. */
-static u64 run_fits(struct gpu_buddy *mm, u64 start, u64 end)
-{
-	u64 block;
-
-	/*
-	 * The allocator starts with an aligned block of the request's size, rounded down to a power of two, and takes the
-	 * rest from the neighbours.
-	 */
-	for (block = roundup_pow_of_two(mm->size); block > mm->chunk_size; block >>= 1)
-		if (round_up(start, block) + block <= end)
-			break;
-	return min(end - start, 2 * block - mm->chunk_size);
-}
-
-/*
- * Returns the size of the largest piece that one allocation can get after neighbours were merged that differ in whether
- * they were cleared. Visits every block and changes nothing. The caller holds the allocator's lock.
- */
-u64 p2pmem_buddy_longest(struct gpu_buddy *mm)
-{
-	u64 start = 0, end = 0, longest = 0;
-	struct gpu_buddy_block *block;
-	unsigned int i;
-
-	for (i = 0; i < mm->n_roots; i++) {
-		for (block = first_leaf(mm->roots[i]); block; block = next_leaf(block)) {
-			u64 at = gpu_buddy_block_offset(block);
-
-			if (gpu_buddy_block_is_free(block)) {
-				end = at + gpu_buddy_block_size(mm, block);
-				continue;
-			}
-			if (end > start)
-				longest = max(longest, run_fits(mm, start, end));
-			start = end = at + gpu_buddy_block_size(mm, block);
-		}
-	}
-	return end > start ? max(longest, run_fits(mm, start, end)) : longest;
-}
-
-/* Returns the size of the largest free block that was not cleared. The caller holds the allocator's lock. */
-u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm)
+/* Returns the size of the largest free block. No block is marked as cleared. The caller holds the allocator's lock. */
+u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 {
 	int order;
 

@@ -84,11 +84,9 @@ void p2pmem_pm_unregister(struct notifier_block *block);
 bool p2pmem_pm_is_prepare(unsigned long action);
 bool p2pmem_pm_is_post(unsigned long action);
 
-bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len, bool *clear);
-void p2pmem_buddy_put_back(struct gpu_buddy *mm, struct list_head *blocks);
+bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len);
+int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 size);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
-u64 p2pmem_buddy_longest(struct gpu_buddy *mm);
-u64 p2pmem_buddy_largest_dirty(struct gpu_buddy *mm);
 bool p2pmem_is_killed(void);
 
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,

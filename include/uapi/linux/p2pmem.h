@@ -150,7 +150,7 @@ enum p2pmem_provider_state {
  * @bar_offset: first published byte in the BAR
  * @size: bytes that p2pmem manages; for an adopted provider, the size of the driver's pool
  * @free: free bytes of @size
- * @largest: size of the largest piece that one allocation can get now
+ * @largest: size of a piece that one allocation can get now: @free if one can get all of it, otherwise a lower bound
  * @kernel_reserve: bytes that stay in the kernel's pool for other drivers
  * @pinned: bytes of freed buffers that DMA or page references of others still pin
  * @scrubbing: bytes of freed buffers that wait to be cleared

@@ -2,21 +2,20 @@
 
 //! Allocates memory of a provider.
 //!
-//! An allocation that finds too little free memory takes memory that waits for the scrubber and clears its own part itself.
+//! An allocation that finds too little free memory clears dirty memory until enough is free, or takes dirty memory and clears it
+//! at the first use.
 //!
 //! Context: process context, may sleep, no locks held. `Provider::inner` is taken for each step and never held while memory is
 //! cleared or another driver's pool is called.
 
 use crate::{
     ext::{
-        buddy::Buddy,
         free_hint::padded,
         p2pdma::{
             Backing,
             Pool, //
         },
-        task::is_killed,
-        workqueue, //
+        task::is_killed, //
     },
     mem::{
         memory::{
@@ -24,6 +23,7 @@ use crate::{
             Memory,
             MemorySource, //
         },
+        own::OwnMemory,
         provider::{
             Provider,
             Source, //
@@ -38,24 +38,17 @@ use kernel::{
 };
 
 impl<B: Send + Sync + 'static> Provider<B> {
-    /// How often an allocation waits for memory that other tasks are clearing, in case others take the memory each time.
+    /// How often an allocation waits in vain for memory that other tasks are clearing.
     const WAITS: u32 = 16;
 
     /// Allocates `size` bytes of zeroed memory, aligned to `align` bytes. With [`Clearing::AtFirstUse`] the caller calls
-    /// [`Self::clear_for_use`] before anybody can read the memory.
+    /// [`Self::clear_for_use`] before anybody can reach the memory.
     ///
     /// Errors: `ENOSPC`, `ENODEV` (the provider is being removed), `ENOMEM`, `EINTR` (the task was killed), `ERESTARTSYS` (a
-    /// signal came while the allocation waited for memory to be cleared).
+    /// signal came while the allocation waited for memory to be cleared), `EIO` (the allocator failed).
     pub(crate) fn alloc(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
         let memory = match self.alloc_once(size, align, clearing) {
-            Err(e) if e == ENOSPC => {
-                self.starved.fetch_add(1, Relaxed);
-                let memory = self.alloc_dirty(size, align, clearing);
-                self.starved.fetch_sub(1, Relaxed);
-                // The scrubber waits while an allocation is starved.
-                self.returned.notify_all();
-                memory?
-            }
+            Err(e) if e == ENOSPC => self.alloc_dirty(size, align, clearing)?,
             done => done?,
         };
         self.counters.allocs.fetch_add(1, Relaxed);
@@ -63,26 +56,38 @@ impl<B: Send + Sync + 'static> Provider<B> {
         Ok(memory)
     }
 
-    /// The part of [`Self::alloc`] for too little free memory. Memory that waits for the scrubber counts as free, so an
-    /// allocation must be able to have it.
+    /// The part of [`Self::alloc`] for too little free memory. Dirty memory counts as free, so an allocation must be able to have
+    /// it. Each round gives some of it back to the allocator, or waits for others that do.
     fn alloc_dirty(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
-        let mut waits = 0;
-        // Other allocations may take the memory that this one releases. Releasing twice the provider's size is the bound.
-        let mut released = 0;
+        self.take_unpinned();
+        let scrubbed = || self.counters.scrubbed_bytes.load(Relaxed);
+        let (start, mut freed, mut waits) = (scrubbed(), 0, 0);
         loop {
-            let returns = self.inner.lock().returns;
+            let (before, returns) = (scrubbed(), self.inner.lock().returns);
             match self.alloc_once(size, align, clearing) {
                 Err(e) if e == ENOSPC => {}
                 done => return done,
             }
-            let more = self.release_dirty(size)?;
-            released += more;
-            if more == 0 || released > 2 * self.size {
-                if waits == Self::WAITS || !self.await_others(returns)? {
-                    return Err(ENOSPC);
-                }
-                waits += 1;
+            // Other allocations may take what this one gives back. Twice the provider's size is the bound.
+            if freed.max(before - start) > 2 * self.size {
+                return Err(ENOSPC);
             }
+            if is_killed() {
+                return Err(EINTR);
+            }
+            let now = match clearing {
+                Clearing::Now => self.scrub_step()?,
+                // The caller holds the mmap lock, so nothing is cleared here.
+                Clearing::AtFirstUse => self.release_step()?,
+            };
+            if now > 0 {
+                freed += now;
+                continue;
+            }
+            if waits == Self::WAITS || !self.await_others(returns)? {
+                return Err(ENOSPC);
+            }
+            waits += u32::from(scrubbed() == before);
         }
     }
 
@@ -90,7 +95,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     fn alloc_once(self: &Arc<Self>, size: u64, align: u64, clearing: Clearing) -> Result<KBox<Memory>> {
         let mut inner = self.inner.lock();
         let own = match inner.source.as_mut().ok_or(ENODEV)? {
-            Source::Own { backing, buddy } => Ok((backing.clone(), buddy.clone())),
+            Source::Own(own) => Ok(own.clone()),
             Source::Adopted { pool, allocated, .. } => {
                 let taken = padded(size, align);
                 if self.size - *allocated < taken {
@@ -104,55 +109,21 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.update_hint(&inner);
         drop(inner);
         let memory = match own {
-            Ok((backing, buddy)) => self.alloc_own(backing, &buddy, size, align),
+            Ok(own) => alloc_own(own, size, align),
             Err(pool) => self.alloc_adopted(&pool, size, align),
         };
-        let memory = memory.and_then(|mut memory| match clearing {
-            Clearing::Now => {
-                let taken = memory.footprint();
-                self.clear_for_use(&mut memory)
-                    .map(|()| memory)
-                    .inspect_err(|_| self.unreserve(taken))
-            }
-            Clearing::AtFirstUse => Ok(memory),
-        });
-        if let Err(e) = &memory {
-            let mut inner = self.inner.lock();
-            if *e == ENOSPC {
-                // No memory was taken.
-                inner.outstanding -= 1;
-            } else {
-                // The memory went back uncleared. A chunk of another driver's pool was in nobody's use and needs no clearing.
-                inner.put_outstanding();
-                inner.unscrubbed |= matches!(inner.source, Some(Source::Own { .. }));
-            }
-            let scrub = inner.unscrubbed;
-            drop(inner);
+        let mut memory = memory.inspect_err(|_| {
+            // No memory was taken.
+            self.inner.lock().outstanding -= 1;
             self.returned.notify_all();
-            if scrub {
-                workqueue::run_at_next_tick();
+        })?;
+        if clearing == Clearing::Now {
+            if let Err(e) = self.clear_for_use(&mut memory) {
+                self.return_memory(memory, |_| ());
+                return Err(e);
             }
         }
-        memory
-    }
-
-    /// Takes `taken` bytes of another driver's pool out of the provider's account: the chunk has gone back to the pool.
-    fn unreserve(&self, taken: u64) {
-        let mut inner = self.inner.lock();
-        if let Some(Source::Adopted { allocated, .. }) = &mut inner.source {
-            *allocated -= taken;
-        }
-        self.update_hint(&inner);
-    }
-
-    /// Allocates from the provider's own buddy allocator.
-    fn alloc_own(&self, backing: Arc<Backing>, buddy: &Arc<Buddy>, size: u64, align: u64) -> Result<KBox<Memory>> {
-        let mut extent = buddy.alloc(size, align)?;
-        let clear = extent.is_clear();
-        // From here on the memory has an owner, who may write to it.
-        extent.set_clear(false);
-        let start = self.start;
-        Memory::new(MemorySource::Own { extent, backing, start }, size, clear)
+        Ok(memory)
     }
 
     /// Allocates a chunk from another driver's pool, large enough for the alignment.
@@ -162,57 +133,18 @@ impl<B: Send + Sync + 'static> Provider<B> {
             let at = chunk.phys() - self.bar_start();
             let align_skip = at.next_multiple_of(align) - at;
             let backing = Arc::new(Backing::Pages(chunk), GFP_KERNEL_ACCOUNT)?;
-            Memory::new(MemorySource::Adopted { backing, align_skip }, size, false)
+            Memory::new(MemorySource::Adopted { backing, align_skip }, size)
         });
         if let Err(e) = memory.as_ref() {
-            let full = *e == ENOSPC;
             let mut inner = self.inner.lock();
-            if let Some(Source::Adopted { allocated, ceiling, .. }) = &mut inner.source {
-                *allocated -= taken;
-                if full {
-                    // The other driver itself uses part of the pool.
-                    *ceiling = (*ceiling).min(taken - PAGE_SIZE as u64);
-                }
+            inner.unreserve(taken);
+            if let (Some(Source::Adopted { ceiling, .. }), ENOSPC) = (&mut inner.source, *e) {
+                // The other driver itself uses part of the pool.
+                *ceiling = (*ceiling).min(taken - PAGE_SIZE as u64);
             }
             self.update_hint(&inner);
         }
         memory
-    }
-
-    /// Makes space for a request of `size` bytes. Returns the number of bytes released.
-    ///
-    /// In an own provider, memory that waits for the scrubber goes to the buddy allocator uncleared until `size` bytes are free;
-    /// the allocation clears the memory that it gets, and the scrubber the rest. A chunk of another driver's pool is cleared
-    /// before it goes back.
-    ///
-    /// Errors: `EINTR` (the task was killed), `ENODEV` (the provider is being removed).
-    fn release_dirty(self: &Arc<Self>, size: u64) -> Result<u64> {
-        self.take_unpinned();
-        let buddy = match &self.inner.lock().source {
-            None => return Err(ENODEV),
-            Some(Source::Own { buddy, .. }) => Some(buddy.clone()),
-            Some(Source::Adopted { .. }) => None,
-        };
-        let Some(buddy) = buddy else {
-            return self.scrub_one(|| if is_killed() { Err(EINTR) } else { Ok(()) });
-        };
-        let mut released = 0;
-        while let Some(memory) = self.take_dirty() {
-            let taken = memory.footprint();
-            drop(memory);
-            self.finish_scrub(taken, |inner| inner.unscrubbed = true);
-            released += taken;
-            if is_killed() || buddy.free() >= size {
-                break;
-            }
-        }
-        if released > 0 {
-            workqueue::enqueue(self.clone());
-        }
-        if is_killed() {
-            return Err(EINTR);
-        }
-        Ok(released)
     }
 
     /// Waits up to 100 ms for memory that other tasks are clearing. `returns` is the value of [`Inner::returns`] before the caller
@@ -239,4 +171,10 @@ impl<B: Send + Sync + 'static> Provider<B> {
             _ => Ok(true),
         }
     }
+}
+
+/// Allocates from the provider's own memory.
+fn alloc_own(own: Arc<OwnMemory>, size: u64, align: u64) -> Result<KBox<Memory>> {
+    let extent = own.buddy().alloc(size, align)?;
+    Memory::new(MemorySource::Own { extent, own }, size)
 }

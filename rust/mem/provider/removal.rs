@@ -10,10 +10,7 @@ use crate::{
         refusal::Text, //
     },
     mem::{
-        memory::{
-            Memory,
-            MemoryList, //
-        },
+        memory::MemoryList,
         provider::{
             Provider,
             Source,
@@ -69,30 +66,10 @@ impl<B: Send + Sync + 'static> Provider<B> {
         all
     }
 
-    /// Clears memory of a stopped provider. The caller knows that nobody refers to the memory.
-    pub(crate) fn clear_stopped(&self, memory: &mut Memory) {
-        // The closure never fails, so neither does clear().
-        let _ = memory.clear(self.combine, STEP, || Ok(()));
-    }
-
-    /// Clears the free memory of a stopped provider that [`Provider::release_dirty`] gave to the allocator uncleared.
-    pub(crate) fn scrub_stopped(&self, stopped: &Stopped) {
-        let Source::Own { backing, buddy } = &stopped.0 else {
-            return;
-        };
-        while self.inner.lock().unscrubbed {
-            match buddy.take_unclear(STEP) {
-                Ok(Some(mut extent)) => {
-                    backing.clear(extent.offset() - self.start, extent.size(), self.combine);
-                    extent.set_clear(true);
-                }
-                Ok(None) => self.inner.lock().unscrubbed = false,
-                Err(_) => {
-                    // Taking a part needs an allocation that failed. Nothing is in use any more, so all memory is cleared.
-                    backing.clear(0, backing.size(), self.combine);
-                    self.inner.lock().unscrubbed = false;
-                }
-            }
+    /// Clears the free memory of a stopped provider that went back to its allocator without being cleared.
+    pub(crate) fn clear_released(&self, stopped: &Stopped) {
+        if let Source::Own(own) = &stopped.0 {
+            own.clear_released(self.combine, STEP);
         }
     }
 
@@ -161,8 +138,8 @@ impl<B: Send + Sync + 'static> Lost<B> {
 
     /// Clears all memory of an own provider, since its state is unknown after the device did not answer.
     pub(crate) fn clear(&self) {
-        if let Source::Own { backing, .. } = &self.stopped.0 {
-            backing.clear(0, backing.size(), self.provider.combine);
+        if let Source::Own(own) = &self.stopped.0 {
+            own.backing().clear(0, own.backing().size(), self.provider.combine);
         }
     }
 }

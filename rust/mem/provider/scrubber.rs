@@ -3,11 +3,9 @@
 //! Takes memory back and clears it: the scrubber, a work item of each provider.
 //!
 //! Freed memory is *dirty* until it is cleared, and *pinned* while another user still refers to its pages, as O_DIRECT does
-//! that is in flight when the mapping ends. The scrubber clears dirty memory and gives it back to the buddy allocator or to the
-//! other driver's pool; pinned memory becomes dirty when the last reference is gone.
-//!
-//! Memory is cleared in steps of [`STEP`] bytes. Between two steps, clearing stops if the provider is being removed, if the
-//! task of an allocation was killed, and, in the scrubber, if an allocation is starved.
+//! that is in flight when the mapping ends. Dirty memory is cleared in steps of [`STEP`] bytes, by the scrubber and by
+//! allocations that find too little free memory. After each step the cleared part goes back to the buddy allocator; a chunk of
+//! another driver's pool goes back when all of it is cleared. Pinned memory becomes dirty when the last reference is gone.
 //!
 //! Context: a work item or process context; may sleep, no locks held.
 
@@ -38,50 +36,74 @@ use kernel::{
 
 impl<B: Send + Sync + 'static> Provider<B> {
     /// Takes back the memory of a buffer that ended. `buffer` is the number under which [`Self::register`] has it, if it has.
-    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, mut memory: KBox<Memory>) {
+    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, memory: KBox<Memory>) {
         self.counters.frees.fetch_add(1, Relaxed);
         self.counters.free_bytes.fetch_add(memory.size, Relaxed);
-        // Pinned memory stays charged to its last owner until it is free.
-        if memory.busy() == 0 {
-            memory.charge = None;
-        }
+        let ended = self.return_memory(memory, |inner| {
+            let ended = buffer.and_then(|id| inner.buffers.remove(&id));
+            inner.count -= u32::from(ended.is_some());
+            ended
+        });
+        // Dropped without `inner` held.
+        drop(ended);
+    }
+
+    /// Puts outstanding memory on the dirty list. Memory that was not cleared goes back to its allocator at once: nobody reached
+    /// it, so its contents are what the allocator expects. `then` updates the accounting with the lock held.
+    pub(super) fn return_memory<T>(&self, mut memory: KBox<Memory>, then: impl FnOnce(&mut Inner<B>) -> T) -> T {
+        let taken = memory.footprint();
+        let dirty = if memory.is_clear() {
+            memory.set_used();
+            // Pinned memory stays charged to its last owner until nobody refers to its pages.
+            if memory.busy() == 0 {
+                memory.charge = None;
+            }
+            Some(memory)
+        } else {
+            drop(memory);
+            None
+        };
         let mut inner = self.inner.lock();
-        let ended = buffer.and_then(|id| inner.buffers.remove(&id));
-        inner.count -= u32::from(ended.is_some());
-        inner.dirty.push(memory);
+        let result = then(&mut inner);
+        match dirty {
+            Some(memory) => inner.dirty.push(memory),
+            None => inner.unreserve(taken),
+        }
         inner.put_outstanding();
         self.update_hint(&inner);
-        let live = inner.source.is_some();
+        let work = inner.source.is_some() && !inner.dirty.is_empty();
         drop(inner);
-        drop(ended);
         self.returned.notify_all();
-        if live {
+        if work {
             // Waking a worker for each buffer would cost more than the rest of a free.
             workqueue::run_at_next_tick();
         }
+        result
     }
 
     /// Queues the scrubber if it has work to do.
     pub(crate) fn send_scrubber(self: &Arc<Self>) {
         let inner = self.inner.lock();
-        let work = !inner.dirty.is_empty() || inner.unscrubbed;
+        let work = !inner.dirty.is_empty();
         drop(inner);
         if work {
             workqueue::enqueue(self.clone());
         }
     }
 
-    /// Takes dirty memory that nobody refers to. The memory is outstanding until the caller calls [`Self::finish_scrub`]. Memory
-    /// that somebody refers to moves to the pinned list. Returns `None` if there is none, or the provider is being removed.
-    pub(super) fn take_dirty(&self) -> Option<KBox<Memory>> {
+    /// Takes dirty memory that nobody refers to. The memory is outstanding until the caller puts it back. Memory that somebody
+    /// refers to moves to the pinned list. Returns `None` if there is none, or the provider is being removed.
+    fn take_dirty(&self) -> Option<KBox<Memory>> {
         loop {
             let mut inner = self.inner.lock();
             inner.source.as_ref()?;
-            let memory = inner.dirty.pop()?;
+            let mut memory = inner.dirty.pop()?;
             inner.outstanding += 1;
             inner.clearing += memory.footprint();
             drop(inner);
             if memory.busy() == 0 {
+                // A large memory comes here for each step; its pages are counted only once.
+                memory.forget_owner();
                 return Some(memory);
             }
             let mut inner = self.inner.lock();
@@ -95,38 +117,54 @@ impl<B: Send + Sync + 'static> Provider<B> {
         }
     }
 
-    /// Ends what [`Self::take_dirty`] began for `taken` bytes: `then` updates the accounting with the lock held.
-    pub(super) fn finish_scrub(&self, taken: u64, then: impl FnOnce(&mut Inner<B>)) {
-        let mut inner = self.inner.lock();
-        inner.put_outstanding();
-        inner.clearing -= taken;
-        then(&mut inner);
-        self.update_hint(&inner);
-        drop(inner);
-        self.returned.notify_all();
+    /// Clears up to [`STEP`] bytes of dirty memory and gives them back to their allocator. Returns their number, 0 if no memory is
+    /// dirty or the provider is being removed.
+    ///
+    /// Errors: `EINTR` (the task was killed). The memory is still dirty then.
+    pub(super) fn scrub_step(&self) -> Result<u64> {
+        self.with_dirty(|memory| {
+            let cleared = memory.scrub_step(self.combine, STEP)?;
+            self.counters.scrubbed_bytes.fetch_add(cleared, Relaxed);
+            Ok(cleared)
+        })
     }
 
-    /// Clears the memory of one freed buffer and gives it back to its allocator. Returns its size in bytes, 0 if there was none.
-    ///
-    /// Errors: those of `go_on`, and `ENODEV` (the provider is being removed). The memory is still dirty then.
-    pub(super) fn scrub_one(&self, go_on: impl Fn() -> Result) -> Result<u64> {
+    /// Gives dirty memory back to its allocator without clearing it. Returns as [`Self::scrub_step`]. A chunk of another driver's
+    /// pool is cleared by a step.
+    pub(super) fn release_step(&self) -> Result<u64> {
+        self.with_dirty(|memory| Ok(memory.release_step(self.combine, STEP)))
+    }
+
+    /// Calls `step` for dirty memory, and makes what is left of the memory dirty again. Returns 0 if there is none.
+    fn with_dirty(&self, step: impl FnOnce(&mut Memory) -> Result<u64>) -> Result<u64> {
         let Some(mut memory) = self.take_dirty() else {
             return Ok(0);
         };
         let taken = memory.footprint();
-        if let Err(e) = self.clear_by_steps(&mut memory, go_on) {
-            self.finish_scrub(taken, |inner| inner.dirty.push(memory));
-            return Err(e);
-        }
-        memory.mark_cleared();
-        drop(memory);
-        self.finish_scrub(taken, |inner| {
-            if let Some(Source::Adopted { allocated, ceiling, .. }) = &mut inner.source {
-                *allocated -= taken;
-                *ceiling = self.size;
+        let done = step(&mut memory);
+        // What the step gave back is free before `clearing` excludes it, so that no decision misses it.
+        let rest = if memory.is_clear() {
+            drop(memory);
+            None
+        } else {
+            Some(memory)
+        };
+        let mut inner = self.inner.lock();
+        inner.put_outstanding();
+        inner.clearing -= taken;
+        match rest {
+            Some(rest) => inner.dirty.push(rest),
+            None => {
+                inner.unreserve(taken);
+                if let Some(Source::Adopted { ceiling, .. }) = &mut inner.source {
+                    *ceiling = self.size;
+                }
             }
-        });
-        Ok(taken)
+        }
+        self.update_hint(&inner);
+        drop(inner);
+        self.returned.notify_all();
+        done
     }
 
     /// Moves pinned memory that nobody refers to any more to the dirty list. Returns whether there was any.
@@ -157,81 +195,20 @@ impl<B: Send + Sync + 'static> Provider<B> {
         any
     }
 
-    /// Clears up to [`STEP`] bytes of free memory that [`Self::release_dirty`] gave to the buddy allocator uncleared. Returns
-    /// whether there may be more.
-    fn scrub_free(&self) -> bool {
-        let mut inner = self.inner.lock();
-        let (backing, buddy) = match &inner.source {
-            Some(Source::Own { backing, buddy }) if inner.unscrubbed => (backing.clone(), buddy.clone()),
-            _ => return false,
-        };
-        // A release from here on sets the flag again.
-        inner.unscrubbed = false;
-        inner.outstanding += 1;
-        // Counted before the memory is taken, so that no capacity() misses it.
-        inner.clearing += STEP;
-        self.update_hint(&inner);
-        drop(inner);
-        let taken = match buddy.take_unclear(STEP) {
-            Ok(Some(mut extent)) => {
-                let size = extent.size();
-                // The allocator gave `size` bytes of the `STEP` that were counted.
-                self.inner.lock().clearing -= STEP - size;
-                backing.clear(extent.offset() - self.start, size, self.combine);
-                extent.set_clear(true);
-                self.counters.scrubbed_bytes.fetch_add(size, Relaxed);
-                Ok(size)
-            }
-            other => other.map(|_| 0),
-        };
-        drop(backing);
-        let missing = match taken {
-            Ok(size @ 1..) => size,
-            _ => STEP,
-        };
-        self.finish_scrub(missing, |inner| inner.unscrubbed |= taken != Ok(0));
-        matches!(taken, Ok(1..))
-    }
-
-    /// Clears all dirty memory, unless the provider is being removed or an allocation is starved. Returns whether any was cleared.
-    fn scrub(&self) -> bool {
-        let go_on = || {
-            if self.starved.load(Relaxed) > 0 {
-                Err(EAGAIN)
-            } else {
-                Ok(())
-            }
-        };
-        self.take_unpinned();
-        let mut done = false;
-        while go_on().is_ok() && matches!(self.scrub_one(go_on), Ok(1..)) {
-            done = true;
-        }
-        while go_on().is_ok() && self.scrub_free() {
-            done = true;
-        }
-        done
-    }
-
     /// Clears allocated memory if it is not clear yet.
     ///
     /// Errors: `ENODEV` (the provider is being removed), `EINTR` (the task was killed). The memory is not clear then.
     pub(crate) fn clear_for_use(&self, memory: &mut Memory) -> Result {
-        if memory.is_clear() {
-            return Ok(());
-        }
-        self.clear_by_steps(memory, || if is_killed() { Err(EINTR) } else { Ok(()) })
-    }
-
-    /// Clears memory step by step. Errors: `ENODEV` (the provider is being removed), and those of `go_on`, called before each step.
-    fn clear_by_steps(&self, memory: &mut Memory, go_on: impl Fn() -> Result) -> Result {
-        memory.clear(self.combine, STEP, || {
+        while !memory.is_clear() {
             if self.being_removed.load(Relaxed) {
                 return Err(ENODEV);
             }
-            go_on()
-        })?;
-        self.counters.scrubbed_bytes.fetch_add(memory.footprint(), Relaxed);
+            if is_killed() {
+                return Err(EINTR);
+            }
+            let cleared = memory.clear_step(self.combine, STEP);
+            self.counters.scrubbed_bytes.fetch_add(cleared, Relaxed);
+        }
         Ok(())
     }
 }
@@ -243,14 +220,15 @@ impl<B: Send + Sync + 'static> WorkItem for Provider<B> {
     fn run(this: Arc<Self>) {
         let mut pause = 10;
         loop {
-            if this.scrub() {
+            this.take_unpinned();
+            while matches!(this.scrub_step(), Ok(1..)) {
                 pause = 10;
             }
             let mut inner = this.inner.lock();
-            if inner.source.is_none() || (inner.pinned.is_empty() && inner.dirty.is_empty() && !inner.unscrubbed) {
+            if inner.source.is_none() || (inner.pinned.is_empty() && inner.dirty.is_empty()) {
                 return;
             }
-            if inner.dirty.is_empty() || this.starved.load(Relaxed) > 0 {
+            if inner.dirty.is_empty() {
                 // Nothing notifies when the last other reference to a page is dropped, so the scrubber polls: after 10 ms, then
                 // at intervals that double up to 500 ms.
                 let _ = this

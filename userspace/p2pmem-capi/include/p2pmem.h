@@ -228,7 +228,7 @@ typedef struct p2pmem_provider_info {
          */
         uint64_t free;
         /**
-         * Size in bytes of the largest piece that one allocation can get now.
+         * Size in bytes of a piece that one allocation can get now: `free` if one can get all of it, otherwise a lower bound.
          */
         uint64_t largest;
         /**

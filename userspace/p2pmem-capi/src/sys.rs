@@ -94,7 +94,7 @@ pub struct p2pmem_provider_info {
     pub size: u64,
     /// Free bytes.
     pub free: u64,
-    /// Size in bytes of the largest piece that one allocation can get now.
+    /// Size in bytes of a piece that one allocation can get now: `free` if one can get all of it, otherwise a lower bound.
     pub largest: u64,
     /// PCI address, such as "0000:03:00.0".
     pub address: [c_char; 24],
