@@ -64,6 +64,13 @@ pub(super) const CASES: &[Case] = &[
         ruins: false,
         run: list_keeps_cleared,
     },
+    Case {
+        name: "clear-once",
+        about: "new memory is cleared once for its first owner, and memory that nobody touched is not cleared",
+        topology: "small",
+        ruins: false,
+        run: clear_once,
+    },
 ];
 
 /// The name of the part of `quota-fork` that runs in its own process. Argument: the path of a socket.
@@ -258,4 +265,59 @@ fn list_keeps_cleared(bed: &mut Bed) -> Result<()> {
     let now = stats(fd, id)?.scrubbed_bytes;
     ensure!(now == freed, "{} bytes were cleared again", now - freed);
     free(fd, got.handle).map_err(errno)
+}
+
+fn clear_once(bed: &mut Bed) -> Result<()> {
+    const MAPPINGS: u64 = 4;
+    // The contents of newly published memory are unknown.
+    bed.unpublish("accel0")?;
+    bed.publish("accel0")?;
+    let file = open()?;
+    let fd = file.as_fd();
+    let provider = bed.provider("accel0")?;
+    // No power of two, and too large for two of them to be side by side in a block of the allocator.
+    let size = provider.size / 16 * 7;
+    let cleared = || -> Result<u64> {
+        bed.settled()?;
+        Ok(stats(fd, provider.id)?.scrubbed_bytes)
+    };
+    let start = cleared()?;
+    for _ in 0..MAPPINGS {
+        drop(Mapping::shared(fd, 0, size as usize).map_err(errno)?);
+    }
+    ensure!(
+        stats(fd, provider.id)?.allocs == MAPPINGS && cleared()? == start,
+        "{} bytes were cleared that nobody touched",
+        cleared()? - start
+    );
+    // A mapping is cleared at its first access, and again after its end. Only the first owner's memory is cleared before it is
+    // used: later owners get what is zero already.
+    let mut before = start;
+    for first in [true, false, false] {
+        let map = Mapping::shared(fd, 0, size as usize).map_err(errno)?;
+        ensure!(map.get(size as usize - 8) == 0, "the memory is not cleared");
+        let now = cleared()?;
+        let wanted = if first { size } else { 0 };
+        ensure!(
+            now - before == wanted,
+            "{} bytes were cleared for {wanted}",
+            now - before
+        );
+        map.set(0, 1);
+        map.set(size as usize - 8, 1);
+        drop(map);
+        before = cleared()?;
+        ensure!(
+            before - now == size,
+            "{} bytes of {size} were cleared afterwards",
+            before - now
+        );
+        // Queries for more than one half, for which the allocator has to try.
+        let ask = abi::p2pmem_explain {
+            req: request(provider.size / 32 * 27).req,
+            ..Default::default()
+        };
+        explain(fd, ask, &mut [])?;
+    }
+    Ok(())
 }

@@ -77,7 +77,7 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 /// The word that is written to buffers.
-const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
+pub(super) const SECRET: u64 = 0x5ec2_e75e_c2e7_5ec2;
 
 /// A buffer of accel0 with contents, and its owner's file.
 struct Owned {
@@ -129,6 +129,12 @@ fn pool_is_clear(bed: &Bed) -> Result<()> {
         published == "0",
         "other drivers are offered what is in the pool: published is {published}"
     );
+    no_secret_in_pool(bed)
+}
+
+/// Checks that memory of accel0 that the kernel hands out has no [`SECRET`].
+pub(super) fn no_secret_in_pool(bed: &Bed) -> Result<()> {
+    let pool = bed.device("accel0")?.sysfs().join("p2pmem");
     let available: usize = read(&pool.join("available"))?.parse()?;
     let file = File::options().read(true).write(true).open(pool.join("allocate"))?;
     let map = Mapping::shared(file.as_fd(), 0, available).map_err(errno)?;

@@ -19,6 +19,7 @@ use super::dmabuf::export;
 use super::inflight::{busy, dmesg, slow_drive, until};
 use super::life::{Part, ready};
 use super::rdma_user::Wire;
+use super::reset::{SECRET, no_secret_in_pool};
 use super::share::import;
 use super::{Bed, Case, alloc, errno, expect, free, is_clearing, may_open, open, read, request, write};
 use crate::in_time;
@@ -53,6 +54,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "removal",
         ruins: false,
         run: clear_in_fault,
+    },
+    Case {
+        name: "clear-full-mmap",
+        about: "mmap() at offset 0 gets memory that waits to be cleared, and neither its owner nor the kernel sees the old contents",
+        topology: "small",
+        ruins: false,
+        run: clear_full_mmap,
     },
     Case {
         name: "clear-only-needed",
@@ -463,6 +471,36 @@ fn dirty_mapping(bed: &Bed, f: impl FnOnce(&Mapping, Duration) -> Result<Duratio
     Ok(took.max(mapped).as_secs_f64() / whole.as_secs_f64())
 }
 
+fn clear_full_mmap(bed: &mut Bed) -> Result<()> {
+    let accel = bed.provider("accel0")?;
+    let size = accel.largest as usize;
+    let file = open()?;
+    let fd = file.as_fd();
+    // Makes all memory dirty, and maps all memory at once.
+    let dirty = || -> Result<Mapping> {
+        let got = alloc_at(fd, accel.id, accel.largest).map_err(errno)?;
+        let map = Mapping::shared(fd, got.mmap_offset, size).map_err(errno)?;
+        for at in (0..size).step_by(4096) {
+            map.set(at, SECRET);
+        }
+        drop(map);
+        free(fd, got.handle).map_err(errno)?;
+        Mapping::shared(fd, 0, size).map_err(errno)
+    };
+    for round in 0..4 {
+        let map = dirty().with_context(|| format!("round {round}"))?;
+        let left = (0..size).step_by(4096).find(|&at| map.get(at) != 0);
+        ensure!(left.is_none(), "what was in the memory before is at {left:?}");
+    }
+    // Memory that nobody touched goes back as it is.
+    drop(dirty()?);
+    drop(file);
+    let enable = bed.provider_dir("accel0")?.join("enable");
+    write(&enable, "0")?;
+    no_secret_in_pool(bed)?;
+    write(&enable, "1")
+}
+
 fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     bed.settled()?;
     let accel = bed.provider("accel0")?;
@@ -471,7 +509,7 @@ fn clear_beside_alloc(bed: &mut Bed) -> Result<()> {
     let small = |size: u64| alloc_at(fd, accel.id, size).map_err(errno);
     let (all, mut contended) = (rounds(100), 0);
     for round in 0..all {
-        // A request that needs memory which waits for the scrubber; the rest is then cleared as free memory.
+        // Requests that need memory which waits for the scrubber: first all of it, then a part.
         let whole = small(accel.largest).with_context(|| format!("round {round}"))?;
         let map = Mapping::shared(fd, whole.mmap_offset, accel.largest as usize).map_err(errno)?;
         map.set(accel.largest as usize - 8, 1);
