@@ -204,6 +204,18 @@ int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned
 #endif /* CONFIG_ARM64_MTE */
 
 /*
+ * Zeroes @size bytes of a BAR, at least one, and waits until the device has the zeroes. Stores to a BAR are posted, and PCIe
+ * orders them only with what travels the same path: without the read, a late zero could overwrite data that a NIC below the
+ * same switch writes for the next owner. wmb() empties the buffers for write combining before the read.
+ */
+static void clear_bar(void *kaddr, size_t size)
+{
+	memset_io((void __iomem *)kaddr, 0, size);
+	wmb();
+	readb((void __iomem *)(kaddr + size - 1));
+}
+
+/*
  * Zeroes BAR memory that is mapped at @kaddr. With @combine, uses write-combining mappings of up to 2 MiB each, or @kaddr
  * where none can be made. May sleep.
  */
@@ -223,8 +235,7 @@ void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 				pages[i] = page + done + i;
 			map = vmap(pages, n, VM_MAP, pgprot_writecombine(PAGE_KERNEL));
 		}
-		memset_io((void __iomem *)(map ?: (void *)(kaddr + (done << PAGE_SHIFT))), 0, n << PAGE_SHIFT);
-		wmb();
+		clear_bar(map ?: (void *)(kaddr + (done << PAGE_SHIFT)), n << PAGE_SHIFT);
 		if (map)
 			vunmap(map);
 		cond_resched();
@@ -263,8 +274,7 @@ void p2pmem_window_clear(void *kaddr, size_t size)
 
 	for (done = 0; done < size; done += n) {
 		n = min(size - done, BATCH << PAGE_SHIFT);
-		memset_io((void __iomem *)(kaddr + done), 0, n);
-		wmb();
+		clear_bar(kaddr + done, n);
 		cond_resched();
 	}
 }
