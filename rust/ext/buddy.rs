@@ -16,7 +16,10 @@
 use crate::{
     ext::{
         free_hint::FreeHint,
-        task::is_killed, //
+        task::{
+            is_killed,
+            is_oom_victim, //
+        }, //
     },
     sys, //
 };
@@ -139,7 +142,7 @@ impl Buddy {
         let mut locked = buddy.lock.lock();
         if start > 0 {
             let below = Blocks::new()?;
-            buddy.request(&mut locked, &below, start, start, PAGE_SIZE as u64, RANGE)?;
+            buddy.request(&mut locked, &below, start, PAGE_SIZE as u64, RANGE, true)?;
             locked.below = below;
         }
         buddy.note(&locked);
@@ -178,44 +181,55 @@ impl Buddy {
         if size.max(align) > self.end() {
             return Err(ENOSPC);
         }
+        // A block of this size is free. The allocator takes one, and a block is aligned to its size.
+        let must_fit = rounded.max(align) <= self.largest_block(locked);
         // The allocator aligns a contiguous allocation to its size, rounded up to a power of two. For a larger alignment,
         // request a power of two without `CONTIGUOUS`.
-        let (size, flags) = if align > rounded {
+        let (wanted, flags) = if align > rounded {
             (rounded, 0)
         } else {
             (size, CONTIGUOUS)
         };
-        self.request(locked, blocks, 0, size, align, flags)?;
+        self.request(locked, blocks, wanted, align, flags, must_fit)?;
         let (mut offset, mut len) = (0, 0);
         // SAFETY: By the type invariant the structure is initialised, and the lock is held. `request()` succeeded, so the
         // list contains the blocks of one allocation. The other pointers are those of local variables.
         let in_order = unsafe { sys::p2pmem_buddy_extent(self.inner.get(), blocks.0.get(), &mut offset, &mut len) };
-        // The allocator returns more than `size` bytes if it found no memory to split the last block.
-        if !in_order || len != size || offset & (align - 1) != 0 {
+        // The allocator returns more than `wanted` bytes, or other blocks than the free one, if it had no memory to split one.
+        let align = if must_fit { align.max(rounded) } else { align };
+        if !in_order || len != wanted || offset & (align - 1) != 0 {
             self.lose(locked);
             return Err(EIO);
         }
         Ok((offset, len))
     }
 
-    /// Requests blocks from the allocator, into an empty list; with `RANGE` within `0..end`.
+    /// Requests blocks from the allocator, into an empty list; with `RANGE` exactly `0..size`. `must_fit` says that enough memory
+    /// is free.
     ///
     /// If the kernel has no memory to split a block, the error path of `gpu_buddy_alloc_blocks()` frees a block that is
     /// free already, and corrupts its trees. Such small allocations normally wait until memory is free. They fail only in
     /// a task that was killed, after the memory reserves are used up. So a task that is being killed gets `EINTR` here.
     ///
-    /// A task that is killed after this check can still corrupt the trees. The symptom is an error although a block of a
-    /// sufficient size is free, or an error of the first request of a new allocator (`RANGE`). After the symptom,
-    /// [`Self::lose`] stops all use of the allocator. Errors: `EIO` then; `ENOSPC`.
-    fn request(&self, locked: &mut Locked, blocks: &Blocks, end: u64, size: u64, align: u64, flags: usize) -> Result {
+    /// A task that is killed after this check can still corrupt the trees. The symptom is an error in a task that the OOM
+    /// killer chose, or an error although the request must fit. After the symptom, [`Self::lose`] stops all use of the
+    /// allocator. Errors: `EIO` then; `ENOSPC`.
+    fn request(
+        &self,
+        locked: &mut Locked,
+        blocks: &Blocks,
+        size: u64,
+        align: u64,
+        flags: usize,
+        must_fit: bool,
+    ) -> Result {
         if locked.lost {
             return Err(EIO);
         }
         if is_killed() {
             return Err(EINTR);
         }
-        let fits = size.max(align).checked_next_power_of_two();
-        let must_fit = flags & RANGE != 0 || fits.is_some_and(|block| block <= self.largest_block(locked));
+        let end = if flags == RANGE { size } else { 0 };
         // SAFETY: By the type invariant the structure is initialised; the lock is held, and `lost` is not set, so the trees
         // are valid. The list is initialised and empty. The C function checks the range, the size and the alignment.
         let ret =
@@ -223,7 +237,7 @@ impl Buddy {
         if ret == 0 {
             return Ok(());
         }
-        if must_fit || ret == ENOMEM.to_errno() {
+        if must_fit || ret == ENOMEM.to_errno() || is_oom_victim() {
             self.lose(locked);
             return Err(EIO);
         }

@@ -2,7 +2,8 @@
 
 //! The current task. Nothing here sleeps or takes a lock.
 //!
-//! C header: [`include/linux/sched/signal.h`](srctree/include/linux/sched/signal.h)
+//! C headers: [`include/linux/sched/signal.h`](srctree/include/linux/sched/signal.h),
+//! [`include/linux/oom.h`](srctree/include/linux/oom.h)
 
 use crate::sys;
 
@@ -11,4 +12,10 @@ use crate::sys;
 pub(crate) fn is_killed() -> bool {
     // SAFETY: The function has no arguments and reads only the current task, which always exists.
     unsafe { sys::p2pmem_is_killed() }
+}
+
+/// Returns whether the OOM killer chose the current task, so that small allocations may have failed.
+pub(crate) fn is_oom_victim() -> bool {
+    // SAFETY: The function has no arguments and reads only the current task, which always exists.
+    unsafe { sys::p2pmem_is_oom_victim() }
 }

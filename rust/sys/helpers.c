@@ -19,6 +19,7 @@
 #include <linux/module.h>
 #include <linux/mount.h>
 #include <linux/nodemask.h>
+#include <linux/oom.h>
 #include <linux/pci.h>
 #include <linux/pci-p2pdma.h>
 #include <linux/percpu-refcount.h>
@@ -677,6 +678,12 @@ u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 bool p2pmem_is_killed(void)
 {
 	return fatal_signal_pending(current);
+}
+
+/* Returns whether the OOM killer chose the current task. Any context. */
+bool p2pmem_is_oom_victim(void)
+{
+	return tsk_is_oom_victim(current);
 }
 
 /*

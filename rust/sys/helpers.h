@@ -88,6 +88,7 @@ bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *of
 int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 size);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
 bool p2pmem_is_killed(void);
+bool p2pmem_is_oom_victim(void);
 
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
 				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
