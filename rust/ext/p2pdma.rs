@@ -224,10 +224,11 @@ impl PoolChunk {
         (self.kaddr + first * PAGE_SIZE, count)
     }
 
-    /// Takes p2pmem's reference to each page of a range. Must come before the first user mapping; a second call does
-    /// nothing.
+    /// Takes p2pmem's references to all pages of a buffer, so that other subsystems may refer to them. May sleep.
     ///
-    /// With the reference held, a page never becomes free in the core when its users drop their references.
+    /// With the references held, a page never becomes free in the core when its users drop their references. Mapping a page
+    /// includes this for the pages around it.
+    #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         let (kaddr, pages) = self.part(offset, size);
         // SAFETY: By the type invariant this object owns the pages; `part()` keeps the range within the chunk.
@@ -251,21 +252,36 @@ impl PoolChunk {
         unsafe { sys::p2pmem_pages_clear(kaddr, pages, combine) };
     }
 
-    /// Maps pages from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
-    /// the area can hold.
+    /// Maps the page at `offset` of a buffer, which is `size` bytes from `start` on, at the address of the fault, and the pages
+    /// after it as far as block, page table and area reach.
     ///
-    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages, the range is empty,
-    /// or [`Self::hold`] was not called; `EBUSY` if a page is mapped already; `ENOMEM`.
-    pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
-        let (kaddr, pages) = self.part(offset, size);
-        let pages = pages.min(fault.room());
-        if pages == 0 {
+    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages or the buffer has no
+    /// such page; `ENOMEM`.
+    pub(crate) fn insert(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
+        let (kaddr, pages) = self.part(start, size);
+        let index = usize::try_from(offset / PAGE_SIZE as u64)?;
+        if index >= pages {
             return Err(EFAULT);
         }
-        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has space for the
-        // pages. By the type invariant this object owns the pages. The C function refuses areas that are not for pages, and
-        // pages without p2pmem's reference.
-        to_result(unsafe { sys::p2pmem_pages_insert(fault.vma_raw(), fault.address(), kaddr, pages) })
+        // SAFETY: By the type invariant of `Fault` the fault is valid and its area locked. By the type invariant this object
+        // owns the pages, of which `index` is one. The C function maps within the area and refuses areas that are not for
+        // pages. Mapped pages have references, for which the drop of this object waits.
+        to_result(unsafe { sys::p2pmem_pages_insert(fault.as_raw(), kaddr, pages, index) })
+    }
+
+    /// Maps the folio at `offset` of a buffer with one large entry at the fault's page table. Buffer and context are as for
+    /// [`Self::insert`].
+    ///
+    /// Errors: `EAGAIN` if a large entry is not possible: alignment, the buffer's or the area's end, or single pages are in use;
+    /// `ENOMEM`.
+    pub(crate) fn insert_table(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
+        let (kaddr, pages) = self.part(start, size);
+        let index = usize::try_from(offset / PAGE_SIZE as u64)?;
+        if index >= pages || fault.table_offset().is_none() {
+            return Err(EAGAIN);
+        }
+        // SAFETY: As in `insert`. The area contains the whole range of the entry, as checked above.
+        to_result(unsafe { sys::p2pmem_folio_insert(fault.as_raw(), kaddr, pages, index) })
     }
 
     /// Returns the PCI bus address of the page at `offset`.
@@ -346,7 +362,8 @@ impl Backing {
         unsafe { is_reached_by(function, client) }
     }
 
-    /// Takes p2pmem's reference to each page of a range; see [`PoolChunk::hold`]. Does nothing without pages.
+    /// Takes p2pmem's references to all pages of a buffer; see [`PoolChunk::hold`]. Does nothing without pages.
+    #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         if let Self::Pages(chunk) = self {
             chunk.hold(offset, size);
@@ -369,25 +386,26 @@ impl Backing {
         }
     }
 
-    /// Maps memory from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table and
-    /// the area can hold.
+    /// Maps memory of a buffer, which is `size` bytes from `start` on, at the address of the fault: from `offset` of the
+    /// buffer on, as far as its end, page table and area reach.
     ///
     /// Called in a page fault, with the area locked. Errors: see [`PoolChunk::insert`] and [`Window::insert`].
-    pub(crate) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
+    pub(crate) fn insert(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
         match self {
-            Self::Pages(chunk) => chunk.insert(fault, offset, size),
-            Self::Window(window) => window.insert(fault, offset, size),
+            Self::Pages(chunk) => chunk.insert(fault, start, size, offset),
+            Self::Window(window) => window.insert(fault, start + offset, size.saturating_sub(offset)),
         }
     }
 
-    /// Maps `Fault::TABLE` bytes from `offset` on with one large entry at the fault's page table.
+    /// Maps `Fault::TABLE` bytes from `offset` of a buffer on with one large entry at the fault's page table. Buffer and
+    /// context are as for [`Self::insert`].
     ///
-    /// Called in a page fault, with the area locked. Errors: `EAGAIN` if a large entry is not possible, as always with
-    /// pages; `ENOMEM`.
-    pub(crate) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
+    /// Errors: `EAGAIN` if a large entry is not possible, `ENOMEM`.
+    pub(crate) fn insert_table(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
         match self {
-            Self::Pages(_) => Err(EAGAIN),
-            Self::Window(window) => window.insert_table(fault, offset),
+            Self::Pages(chunk) => chunk.insert_table(fault, start, size, offset),
+            Self::Window(_) if size.saturating_sub(offset) < Fault::TABLE as u64 => Err(EAGAIN),
+            Self::Window(window) => window.insert_table(fault, start + offset),
         }
     }
 
@@ -454,10 +472,10 @@ fn covers((first, has): (u64, u64), phys: u64, size: u64) -> bool {
 }
 
 impl Drop for PoolChunk {
-    /// Returns the pages to the pool. Pages with other references return when those are dropped. May sleep.
+    /// Returns the pages to the pool, once nobody else refers to them. May sleep.
     fn drop(&mut self) {
         // SAFETY: By the type invariant this object owns the pages, which came from one allocation from the function's
-        // pool, and the reference to the page map, which the call drops.
+        // pool, and the reference to the page map, which the call drops. Nobody uses the object any more.
         unsafe { sys::p2pmem_pages_release(self.function.as_raw(), self.kaddr, self.pages) };
     }
 }

@@ -37,8 +37,8 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     fn make_ready(this: &Arc<Self>);
     /// Maps the memory at the fault's address. Called with the area locked.
     ///
-    /// The object may not be ready if the core does not let the fault drop its lock. Errors: `EBUSY` if another thread has
-    /// mapped the address meanwhile, which is a success for the program; `ENOMEM`; any other error raises SIGBUS.
+    /// The object may not be ready if the core does not let the fault drop its lock. Errors: `ENOMEM`; any other error raises
+    /// SIGBUS.
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
     /// Maps the memory at all addresses of the fault's page table as one large entry. Called with the area locked.
     ///
@@ -144,6 +144,11 @@ impl Fault<'_> {
     fn about(&self) -> bindings::vm_fault__bindgen_ty_1 {
         // SAFETY: By the type invariant the fault is valid, and nobody writes to these fields.
         unsafe { (*self.0.as_ptr()).__bindgen_anon_1 }
+    }
+
+    /// Returns the fault, which is valid as long as `self`.
+    pub(super) fn as_raw(&self) -> *mut bindings::vm_fault {
+        self.0.as_ptr()
     }
 
     /// Returns the area, which is valid and locked as long as `self`.
@@ -333,7 +338,7 @@ impl<T: Mappable> Operations<T> {
     /// # Safety
     ///
     /// Only for the core, which calls with a fault in an area with these operations, where nothing is mapped in the range of
-    /// `1 << order` pages around the address.
+    /// `1 << order` pages around the address, or one large entry that is to become writable.
     unsafe extern "C" fn huge_fault(vmf: *mut bindings::vm_fault, order: ffi::c_uint) -> bindings::vm_fault_t {
         if PAGE_SIZE << order != Fault::TABLE {
             return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
@@ -356,7 +361,6 @@ impl<T: Mappable> Operations<T> {
     fn reason(answer: Result) -> bindings::vm_fault_t {
         match answer {
             Ok(()) => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
-            Err(e) if e == EBUSY => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
             Err(e) if e == ENOMEM => bindings::vm_fault_reason_VM_FAULT_OOM,
             Err(_) => bindings::vm_fault_reason_VM_FAULT_SIGBUS,
         }
@@ -547,7 +551,6 @@ mod tests {
     fn errors_map_to_fault_codes() {
         let cases = [
             (Ok(()), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
-            (Err(EBUSY), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
             (Err(ENOMEM), bindings::vm_fault_reason_VM_FAULT_OOM),
             (Err(ENODEV), bindings::vm_fault_reason_VM_FAULT_SIGBUS),
             (Err(EFAULT), bindings::vm_fault_reason_VM_FAULT_SIGBUS),

@@ -520,17 +520,16 @@ impl Mappable for Buffer {
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
         let page = fault.page_offset().checked_sub(this.page_offset).ok_or(EFAULT)?;
         let offset = page * PAGE_SIZE as u64;
-        let left = this.size.checked_sub(offset).ok_or(EFAULT)?;
         // `inner` stays locked until the pages are inserted. A revocation takes `inner` to set Revoking and unmaps
         // afterwards, so it takes these pages down again.
-        this.usable()?.memory.as_mut().ok_or(ENODEV)?.map(fault, offset, left)
+        this.usable()?.memory.as_mut().ok_or(ENODEV)?.map(fault, offset)
     }
 
     fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
         let first = fault.table_offset().and_then(|page| page.checked_sub(this.page_offset));
         let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
         // `inner` stays locked until the entry is inserted, as in `fault`.
-        let inner = this.usable()?;
-        inner.memory.as_ref().ok_or(ENODEV)?.map_table(fault, offset)
+        let mut inner = this.usable()?;
+        inner.memory.as_mut().ok_or(ENODEV)?.map_table(fault, offset)
     }
 }

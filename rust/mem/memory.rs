@@ -115,39 +115,30 @@ impl Memory {
         self.backing_and_offset().0.target()
     }
 
-    /// Maps the byte at `offset`, and up to `left` bytes from there, at the address of `fault`. Takes p2pmem's page
-    /// references first.
+    /// Maps the memory from `offset` on at the address of `fault`.
     ///
     /// Context: page fault; `Buffer::inner` and the mmap lock or the VMA lock are held.
-    pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64, left: u64) -> Result {
-        self.hold();
+    pub(crate) fn map(&mut self, fault: &Fault<'_>, offset: u64) -> Result {
+        self.pages_held = true;
         let (backing, start) = self.backing_and_offset();
-        backing.insert(fault, start + offset, left)
-    }
-
-    /// Takes p2pmem's page references, once for each owner. As long as they exist the page counts cannot drop to zero.
-    pub(crate) fn hold(&mut self) {
-        let size = self.size;
-        let pages_held = core::mem::replace(&mut self.pages_held, true);
-        let (backing, start) = self.backing_and_offset();
-        if !pages_held {
-            backing.hold(start, size);
-        }
+        backing.insert(fault, start, self.size, offset)
     }
 
     /// Maps the memory at `offset` as one entry of the size of a page table. Context: as for [`Self::map`].
     ///
     /// Errors: `EAGAIN` if the memory has no such entry; the caller maps single pages then.
-    pub(crate) fn map_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
+    pub(crate) fn map_table(&mut self, fault: &Fault<'_>, offset: u64) -> Result {
+        self.pages_held = true;
         let (backing, start) = self.backing_and_offset();
-        if self
-            .size
-            .checked_sub(offset)
-            .is_none_or(|left| left < Fault::TABLE as u64)
-        {
-            return Err(EAGAIN);
-        }
-        backing.insert_table(fault, start + offset)
+        backing.insert_table(fault, start, self.size, offset)
+    }
+
+    /// Takes p2pmem's references to all pages.
+    #[cfg(p2pmem_peer)]
+    pub(crate) fn hold(&mut self) {
+        self.pages_held = true;
+        let (backing, start) = self.backing_and_offset();
+        backing.hold(start, self.size);
     }
 
     /// Returns the number of pages that others refer to.

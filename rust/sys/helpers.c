@@ -9,15 +9,18 @@
 
 #include <linux/capability.h>
 #include <linux/configfs.h>
+#include <linux/delay.h>
 #include <linux/dma-mapping.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
 #include <linux/gpu_buddy.h>
+#include <linux/huge_mm.h>
 #include <linux/io.h>
 #include <linux/memremap.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/mount.h>
+#include <linux/mutex.h>
 #include <linux/nodemask.h>
 #include <linux/oom.h>
 #include <linux/pci.h>
@@ -45,164 +48,218 @@ static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
 #define BATCH ((unsigned long)SZ_2M >> PAGE_SHIFT)
 
 /*
- * Takes p2pmem's reference to a page that was never mapped before. While the reference is held, the count does not reach
- * zero, so the p2pdma core does not take the page back from p2pmem's buddy allocator.
+ * Struct pages of published BAR memory. A block is as many pages as one page table maps, aligned to their size. The pages
+ * of a block are one folio, or single pages.
  *
- * The page also counts as mapped once more: the kernel has it mapped. So a user mapping is never the first or last one of a
- * page, and mapping and unmapping do not update the system-wide statistics of mapped files, to which these pages do not
- * belong.
+ * pci_alloc_p2pmem() returns single pages with reference count 0. The first use of a page takes p2pmem's reference to it,
+ * or forms a folio of its block and takes p2pmem's reference to the folio. p2pmem_pages_release() drops the references.
+ * Between the two, a count is below 1 only while a block changes its form: then the count is frozen at 0, so that
+ * get_user_pages_fast() gets no reference. So the p2pdma core never takes a page back from p2pmem's buddy allocator.
  */
-static void page_hold(struct page *page)
-{
-	/* Only one of two concurrent callers succeeds. A reference count that was raised meanwhile is not overwritten. */
-	if (!atomic_cmpxchg(&page->_refcount, 0, 1))
-		atomic_inc(&page->_mapcount);
-}
+#define BLOCK (1UL << PMD_ORDER)
 
-static void page_unhold(struct page *page)
-{
-	atomic_dec(&page->_mapcount);
-}
+/* Serialises the changes of the form of blocks: two buffers may be in one block. Page faults take it last. */
+static DEFINE_MUTEX(blocks_lock);
 
-void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
+/* Makes one folio of pages whose counts are 0, with p2pmem's reference. */
+static void init_folio(struct page *page, struct dev_pagemap *pgmap, unsigned int order)
 {
-	struct page *page = virt_to_page((void *)kaddr);
-	unsigned long i;
-
-	for (i = 0; i < npages; i++)
-		page_hold(page + i);
+	zone_device_page_init(page, pgmap, order);
+	/* The caller of zone_device_page_init() gets the folio locked, and I/O that dirties it would wait for the lock. */
+	unlock_page(page);
+	/* The reference from pci_alloc_p2pmem() keeps the page map for all pages of the allocation. */
+	percpu_ref_put_many(&pgmap->ref, 1UL << order);
 }
 
 /*
- * Returns the number of pages with references besides p2pmem's, as those of O_DIRECT in progress. The pages must have been
- * held by p2pmem_pages_hold(). Does not sleep.
+ * Freezes the count of a folio or page at 0, once only p2pmem's reference is left. No buffer refers to the pages any more,
+ * so others can only be those of get_user_pages_fast(), which drops them at once after it finds the page table changed.
+ */
+static void freeze(struct page *page)
+{
+	while (!page_ref_freeze(page, 1))
+		msleep(1);
+}
+
+/* Forms the folio of a block of single pages, unless somebody refers to one of them. */
+static bool form_folio(struct page *head)
+{
+	unsigned long i;
+
+	if (!IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE))
+		return false;
+	for (i = 0; i < BLOCK; i++) {
+		if (page_ref_count(head + i) && !page_ref_freeze(head + i, 1)) {
+			while (i--)
+				page_ref_unfreeze(head + i, 1);
+			return false;
+		}
+	}
+	init_folio(head, page_pgmap(head), PMD_ORDER);
+	return true;
+}
+
+/* Makes single pages of a folio, each with p2pmem's reference. */
+static void split_folio_of(struct page *page)
+{
+	struct dev_pagemap *pgmap = page_pgmap(page);
+	unsigned long i;
+
+	page = compound_head(page);
+	freeze(page);
+	/* The head comes last: until then, a look-up of a tail finds the count of its head frozen. */
+	for (i = BLOCK; i--;)
+		init_folio(page + i, pgmap, 0);
+}
+
+/*
+ * Takes p2pmem's references to the pages of one buffer, @npages pages from @first on, that are in the block of page @index.
+ * Returns the index behind the last of them. A block that is within the buffer becomes a folio. Sleeps; takes blocks_lock.
+ */
+static unsigned long hold_block(struct page *first, unsigned long npages, unsigned long index)
+{
+	unsigned long into = page_to_pfn(first + index) % BLOCK;
+	unsigned long start = index - min(index, into), end = min(index - into + BLOCK, npages), i;
+	bool whole = end - start == BLOCK;
+
+	/* Nobody else has pages of a whole block, so a folio stays. */
+	if (whole && PageHead(first + start))
+		return end;
+	mutex_lock(&blocks_lock);
+	if (whole && form_folio(first + start))
+		goto out;
+	/* The former owner of the whole block left a folio. */
+	if (PageCompound(first + start))
+		split_folio_of(first + start);
+	for (i = start; i < end; i++)
+		if (!page_ref_count(first + i))
+			set_page_count(first + i, 1);
+out:
+	mutex_unlock(&blocks_lock);
+	return end;
+}
+
+/* Takes p2pmem's references to all pages of a buffer, so that other subsystems may refer to them. Sleeps. */
+void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages)
+{
+	unsigned long i = 0;
+
+	while (i < npages) {
+		i = hold_block(virt_to_page((void *)kaddr), npages, i);
+		cond_resched();
+	}
+}
+
+/*
+ * Returns the number of pages with references besides p2pmem's, as those of O_DIRECT in progress. A folio counts with all
+ * its pages. Does not sleep.
  */
 unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr);
-	unsigned long i, busy = 0;
+	unsigned long i, n, busy = 0;
 
-	for (i = 0; i < npages; i++)
-		busy += page_ref_count(page + i) > 1;
+	for (i = 0; i < npages; i += n) {
+		n = PageCompound(page + i) ? min(npages - i, BLOCK - page_to_pfn(page + i) % BLOCK) : 1;
+		if (page_count(page + i) > 1)
+			busy += n;
+	}
 	/* Orders the counts before the caller's accesses to memory that the former users wrote. */
 	smp_rmb();
 	return busy;
 }
 
 /*
- * Returns a range from one pci_alloc_p2pmem() to the core's pool, and drops p2pmem's references. Returns how many pages had
- * other references. May sleep.
- *
- * A page with other references returns by itself when the last one is dropped. This takes one reference to the page map for
- * each such page and for each run of pages between them.
+ * Drops p2pmem's references to a range from one pci_alloc_p2pmem(), and returns the range to the core's pool as single
+ * pages. Waits until nobody else refers to the pages.
  */
-unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages)
+void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr);
-	struct percpu_ref *ref = &page_pgmap(page)->ref;
-	unsigned long i, run = 0, busy = 0;
+	unsigned long i;
 
-	/* Keep the page map until its references are settled. */
-	percpu_ref_get(ref);
 	for (i = 0; i < npages; i++) {
-		if (!page_ref_count(page + i)) {
-			run++;
-			continue;
-		}
-		page_unhold(page + i);
-		if (page_ref_freeze(page + i, 1)) {
-			run++;
-			continue;
-		}
-		if (run) {
-			percpu_ref_get(ref);
-			pci_free_p2pmem(pdev, (void *)(kaddr + ((i - run) << PAGE_SHIFT)), run << PAGE_SHIFT);
-			run = 0;
-		}
-		busy++;
-		percpu_ref_get(ref);
-		put_page(page + i);
+		if (PageHead(page + i))
+			split_folio_of(page + i);
+		if (page_ref_count(page + i))
+			freeze(page + i);
+		if (i % BLOCK == 0)
+			cond_resched();
 	}
-	if (run) {
-		percpu_ref_get(ref);
-		pci_free_p2pmem(pdev, (void *)(kaddr + ((npages - run) << PAGE_SHIFT)), run << PAGE_SHIFT);
-	}
-	/* Drop the reference that pci_alloc_p2pmem() took for the whole range, and the one taken above. */
-	percpu_ref_put(ref);
-	percpu_ref_put(ref);
-	return busy;
+	pci_free_p2pmem(pdev, (void *)kaddr, npages << PAGE_SHIFT);
 }
 
-#ifdef CONFIG_ARM64_MTE
-/*
- * As below. With MTE, set_pte_at() calls functions that the kernel does not export to modules, so vm_insert_pages() maps
- * the pages one by one.
- */
-int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
+/* Returns whether p2pmem_vma_prepare() set up the area for pages. The area is locked. */
+static bool takes_pages(struct vm_area_struct *vma)
 {
-	struct page *pages[16], *first = virt_to_page((void *)kaddr);
-	unsigned long done = 0, n, left, i;
-	int ret = 0;
-
-	if (!(vma->vm_flags & VM_MIXEDMAP) || vma->vm_flags & VM_IO)
-		return -EFAULT;
-	npages = min(npages, BATCH);
-	while (done < npages && !ret) {
-		n = left = min(npages - done, ARRAY_SIZE(pages));
-		for (i = 0; i < n; i++)
-			pages[i] = first + done + i;
-		ret = vm_insert_pages(vma, addr + (done << PAGE_SHIFT), pages, &left);
-		done += n - left;
-	}
-	return done ? 0 : ret;
+	return !(vma->vm_flags & (VM_MIXEDMAP | VM_PFNMAP | VM_IO));
 }
-#else
-/* The state of an insertion: the area, the next page, and the number of pages that were mapped. */
-struct insertion {
-	struct vm_area_struct *vma;
-	struct page *page;
-	unsigned long done;
-};
 
-/* A callback of apply_to_page_range(), called with the page table locked. */
-static int insert_page(pte_t *pte, unsigned long addr, void *data)
+static int fault_errno(vm_fault_t ret)
 {
-	struct insertion *at = data;
-
-	if (!pte_none(ptep_get(pte)))
-		return -EBUSY;
-	/* Without p2pmem's reference, the end of this mapping would return the page to the core's pool. */
-	if (!page_ref_count(at->page))
-		return -EFAULT;
-	get_page(at->page);
-	atomic_inc(&at->page->_mapcount);
-	set_pte_at(at->vma->vm_mm, addr, pte, mk_pte(at->page, at->vma->vm_page_prot));
-	at->page++;
-	at->done++;
-	return 0;
+	if (ret & VM_FAULT_OOM)
+		return -ENOMEM;
+	return ret & VM_FAULT_ERROR ? -EFAULT : 0;
 }
 
 /*
- * Maps pages at @addr, up to the first address where a page is mapped already, and at most 2 MiB. Returns 0 if the first
- * page is mapped afterwards; -EFAULT for an area that is not for pages or a page without p2pmem's reference; -EBUSY;
- * -ENOMEM. Called in a fault, with the area locked.
- *
- * Does what vm_insert_pages() does, without checks and statistics for each page: all pages are alike and count as mapped
- * already (page_hold()). Only the process's count of pages is updated, once for all pages.
+ * Maps pages of a buffer, which is @npages pages from @kaddr on: page @index at the address of the fault, and the pages
+ * after it to the end of the block, the page table or the area. Returns 0 if page @index is mapped afterwards; -EFAULT for
+ * an area that is not for pages; -ENOMEM. Called in a fault, with the area locked. Sleeps; takes blocks_lock.
  */
-int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages)
+int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index)
 {
-	struct insertion at = { .vma = vma, .page = virt_to_page((void *)kaddr) };
-	int member = mm_counter_file(page_folio(at.page));
-	int ret;
+	unsigned long addr = vmf->address, stop = pmd_addr_end(addr, vmf->vma->vm_end), end;
+	struct page *page = virt_to_page((void *)kaddr);
+	bool write = vmf->flags & FAULT_FLAG_WRITE;
+	vm_fault_t ret = VM_FAULT_SIGBUS;
 
-	if (!(vma->vm_flags & VM_MIXEDMAP) || vma->vm_flags & VM_IO)
+	if (!takes_pages(vmf->vma))
 		return -EFAULT;
-	ret = apply_to_page_range(vma->vm_mm, addr, min(npages, BATCH) << PAGE_SHIFT, insert_page, &at);
-	percpu_counter_add(&vma->vm_mm->rss_stat[member], at.done);
-	return at.done ? 0 : ret;
+	end = hold_block(page, npages, index);
+	for (page += index; index < end && addr < stop; index++, page++, addr += PAGE_SIZE) {
+		struct vm_fault at = { .vma = vmf->vma, .address = addr };
+		struct folio *folio = page_folio(page);
+
+		/* With this reference, no other thread changes the form of the block before the page is mapped. */
+		if (!folio_try_get(folio))
+			break;
+		if (page_folio(page) == folio)
+			ret = vmf_insert_page_mkwrite(&at, page, write && addr == vmf->address);
+		folio_put(folio);
+		if (ret & VM_FAULT_ERROR)
+			break;
+	}
+	return addr == vmf->address ? fault_errno(ret) : 0;
 }
-#endif /* CONFIG_ARM64_MTE */
+
+/*
+ * Maps the block of a buffer that begins at page @index with one entry of the fault's page middle directory. The buffer is
+ * @npages pages from @kaddr on. Returns 0, -ENOMEM, or -EAGAIN if there is no such folio or pages are mapped already.
+ * Called in a fault, with the area locked, which contains the whole range of the entry. Sleeps; takes blocks_lock.
+ */
+int p2pmem_folio_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index)
+{
+	struct page *page = virt_to_page((void *)kaddr) + index;
+	struct folio *folio;
+	int ret = -EAGAIN;
+
+	if (!IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE) || !takes_pages(vmf->vma) || page_to_pfn(page) % BLOCK)
+		return -EAGAIN;
+	hold_block(page - index, npages, index);
+	folio = page_folio(page);
+	if (!folio_try_get(folio))
+		return -EAGAIN;
+	if (folio_page(folio, 0) == page && folio_order(folio) == PMD_ORDER) {
+		pmd_t pmd = pmdp_get_lockless(vmf->pmd);
+
+		/* vmf_insert_folio_pmd() warns of a page table, which a fault of another thread may have made. */
+		if (pmd_none(pmd) || pmd_trans_huge(pmd))
+			ret = fault_errno(vmf_insert_folio_pmd(vmf, folio, vmf->flags & FAULT_FLAG_WRITE));
+	}
+	folio_put(folio);
+	return ret;
+}
 
 /*
  * Zeroes @size bytes of a BAR, at least one, and waits until the device has the zeroes. Stores to a BAR are posted, and PCIe
@@ -305,9 +362,7 @@ int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned 
 		if (ret & VM_FAULT_ERROR)
 			break;
 	}
-	if (i)
-		return 0;
-	return ret & VM_FAULT_OOM ? -ENOMEM : -EFAULT;
+	return i ? 0 : fault_errno(ret);
 }
 
 /*
@@ -352,10 +407,12 @@ void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 {
 	if (pages)
 		/*
-		 * No VM_IO: get_user_pages() refuses such areas, and these mappings are for O_DIRECT. With VM_RAND_READ the
-		 * kernel does not mark pages as recently used, which is of no use for memory that is never reclaimed.
+		 * No VM_IO: get_user_pages() refuses such areas, and these mappings are for O_DIRECT. No VM_MIXEDMAP: when the
+		 * kernel splits a large entry of such an area, the entry's reference to the folio is lost. VM_DONTEXPAND also
+		 * keeps userfaultfd, guard regions and mlock() away, whose entries are not for these pages. With VM_RAND_READ
+		 * the kernel does not mark pages as recently used, which is of no use for memory that is never reclaimed.
 		 */
-		vm_flags_set(vma, VM_MIXEDMAP | VM_DONTEXPAND | VM_DONTDUMP | VM_RAND_READ);
+		vm_flags_set(vma, VM_DONTEXPAND | VM_DONTDUMP | VM_RAND_READ);
 	else
 		/*
 		 * No VM_PFNMAP: VFIO type1 maps the page frames of such areas for DMA without a reference and without a

@@ -31,8 +31,9 @@ struct vm_fault;
 /* Pages of published BAR memory. @kaddr is the kernel address of the range, from pci_alloc_p2pmem(). */
 void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
 unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages);
-unsigned long p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages);
-int p2pmem_pages_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long kaddr, unsigned long npages);
+void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages);
+int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index);
+int p2pmem_folio_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index);
 void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine);
 void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len);
 u64 p2pmem_page_phys(unsigned long kaddr);
