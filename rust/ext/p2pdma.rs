@@ -253,35 +253,21 @@ impl PoolChunk {
     }
 
     /// Maps the page at `offset` of a buffer, which is `size` bytes from `start` on, at the address of the fault, and the pages
-    /// after it as far as block, page table and area reach.
+    /// after it as far as block, page table and area reach. A large fault maps one folio.
     ///
-    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages or the buffer has no
-    /// such page; `ENOMEM`.
+    /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for pages, the buffer has no such
+    /// page, or no folio for a large fault; `ENOMEM`.
     pub(crate) fn insert(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
         let (kaddr, pages) = self.part(start, size);
         let index = usize::try_from(offset / PAGE_SIZE as u64)?;
         if index >= pages {
             return Err(EFAULT);
         }
-        // SAFETY: By the type invariant of `Fault` the fault is valid and its area locked. By the type invariant this object
-        // owns the pages, of which `index` is one. The C function maps within the area and refuses areas that are not for
-        // pages. Mapped pages have references, for which the drop of this object waits.
-        to_result(unsafe { sys::p2pmem_pages_insert(fault.as_raw(), kaddr, pages, index) })
-    }
-
-    /// Maps the folio at `offset` of a buffer with one large entry at the fault's page table. Buffer and context are as for
-    /// [`Self::insert`].
-    ///
-    /// Errors: `EAGAIN` if a large entry is not possible: alignment, the buffer's or the area's end, or single pages are in use;
-    /// `ENOMEM`.
-    pub(crate) fn insert_table(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
-        let (kaddr, pages) = self.part(start, size);
-        let index = usize::try_from(offset / PAGE_SIZE as u64)?;
-        if index >= pages || fault.table_offset().is_none() {
-            return Err(EAGAIN);
-        }
-        // SAFETY: As in `insert`. The area contains the whole range of the entry, as checked above.
-        to_result(unsafe { sys::p2pmem_folio_insert(fault.as_raw(), kaddr, pages, index) })
+        // SAFETY: By the type invariant of `Fault` the fault is valid, its area is locked, and contains the page table of a
+        // large fault. By the type invariant this object owns the pages, of which `index` is one. The C function maps within
+        // the area and refuses areas that are not for pages. Mapped pages have references, for which the drop of this object
+        // waits.
+        to_result(unsafe { sys::p2pmem_pages_insert(fault.as_raw(), kaddr, pages, index, fault.is_large()) })
     }
 
     /// Returns the PCI bus address of the page at `offset`.
@@ -394,18 +380,6 @@ impl Backing {
         match self {
             Self::Pages(chunk) => chunk.insert(fault, start, size, offset),
             Self::Window(window) => window.insert(fault, start + offset, size.saturating_sub(offset)),
-        }
-    }
-
-    /// Maps `Fault::TABLE` bytes from `offset` of a buffer on with one large entry at the fault's page table. Buffer and
-    /// context are as for [`Self::insert`].
-    ///
-    /// Errors: `EAGAIN` if a large entry is not possible, `ENOMEM`.
-    pub(crate) fn insert_table(&self, fault: &Fault<'_>, start: u64, size: u64, offset: u64) -> Result {
-        match self {
-            Self::Pages(chunk) => chunk.insert_table(fault, start, size, offset),
-            Self::Window(_) if size.saturating_sub(offset) < Fault::TABLE as u64 => Err(EAGAIN),
-            Self::Window(window) => window.insert_table(fault, start + offset),
         }
     }
 

@@ -35,15 +35,12 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     ///
     /// Errors show when the fault is repeated.
     fn make_ready(this: &Arc<Self>);
-    /// Maps the memory at the fault's address. Called with the area locked.
+    /// Maps the memory at the fault's address; for a large fault, at all addresses of its page table as one entry. Called with
+    /// the area locked.
     ///
-    /// The object may not be ready if the core does not let the fault drop its lock. Errors: `ENOMEM`; any other error raises
-    /// SIGBUS.
+    /// The object may not be ready if the core does not let the fault drop its lock. Errors: `ENOMEM`; any other error of a
+    /// large fault repeats it as one that is not, and of another fault raises SIGBUS.
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
-    /// Maps the memory at all addresses of the fault's page table as one large entry. Called with the area locked.
-    ///
-    /// Errors: `EAGAIN` to map page by page instead; otherwise as for [`Self::fault`].
-    fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
 /// Returns the alignment of a mapping of `bytes` bytes, in bytes: a power of two from a page to 1 GiB.
@@ -120,45 +117,65 @@ impl<T: Mappable> NewMapping<'_, T> {
     }
 }
 
-/// A page fault in an area that [`NewMapping::attach`] set up.
+/// A page fault in an area that [`NewMapping::attach`] set up. A *large* fault is for one entry for a whole page table.
 ///
 /// # Invariants
 ///
 /// The pointer is a valid `struct vm_fault` for `'a`. Its area has the operations [`Operations`] and is locked for `'a`.
-/// The core may write to fields other than the first anonymous structure.
-pub(crate) struct Fault<'a>(NonNull<bindings::vm_fault>, PhantomData<&'a ()>);
+/// The core may write to fields other than the first anonymous structure. If `large` is set, the area contains all addresses
+/// of the faulting page table.
+pub(crate) struct Fault<'a> {
+    vmf: NonNull<bindings::vm_fault>,
+    large: bool,
+    _lifetime: PhantomData<&'a ()>,
+}
 
 impl Fault<'_> {
-    /// Wraps a fault.
+    /// Wraps a fault. `None` if a large one is wanted and the area does not contain all of the page table.
     ///
     /// # Safety
     ///
     /// `vmf` must be the fault that the core called an operation of such an area with, for the lifetime of the result.
-    unsafe fn new(vmf: *mut bindings::vm_fault) -> Self {
-        // INVARIANT: The caller guarantees a fault of such an area, which the core has locked.
-        // SAFETY: The caller guarantees a valid pointer.
-        Self(unsafe { NonNull::new_unchecked(vmf) }, PhantomData)
+    unsafe fn new(vmf: *mut bindings::vm_fault, large: bool) -> Option<Self> {
+        // INVARIANT: The caller guarantees a fault of such an area, which the core has locked. For a large fault, the lines
+        // below check the area.
+        let fault = Self {
+            // SAFETY: The caller guarantees a valid pointer.
+            vmf: unsafe { NonNull::new_unchecked(vmf) },
+            large,
+            _lifetime: PhantomData,
+        };
+        // SAFETY: The area is valid and locked.
+        let start = unsafe { (*fault.vma_raw()).__bindgen_anon_1.__bindgen_anon_1.vm_start };
+        let fits = start <= fault.address() && fault.room() == Self::TABLE >> PAGE_SHIFT;
+        (!large || fits).then_some(fault)
     }
 
     /// Returns the constant fields: area, address and page offset.
     fn about(&self) -> bindings::vm_fault__bindgen_ty_1 {
         // SAFETY: By the type invariant the fault is valid, and nobody writes to these fields.
-        unsafe { (*self.0.as_ptr()).__bindgen_anon_1 }
+        unsafe { (*self.vmf.as_ptr()).__bindgen_anon_1 }
     }
 
     /// Returns the fault, which is valid as long as `self`.
     pub(super) fn as_raw(&self) -> *mut bindings::vm_fault {
-        self.0.as_ptr()
+        self.vmf.as_ptr()
     }
 
     /// Returns the area, which is valid and locked as long as `self`.
-    pub(super) fn vma_raw(&self) -> *mut bindings::vm_area_struct {
+    fn vma_raw(&self) -> *mut bindings::vm_area_struct {
         self.about().vma
     }
 
-    /// Returns the faulting address, rounded down to a page.
-    pub(super) fn address(&self) -> usize {
-        self.about().address & !(PAGE_SIZE - 1)
+    /// Returns whether the fault is for one entry for a whole page table.
+    pub(super) fn is_large(&self) -> bool {
+        self.large
+    }
+
+    /// Returns the faulting address, rounded down to a page, or to the page table of a large fault.
+    fn address(&self) -> usize {
+        let unit = if self.large { Self::TABLE } else { PAGE_SIZE };
+        self.about().address & !(unit - 1)
     }
 
     /// Returns whether the area belongs to the address space `space`.
@@ -167,63 +184,16 @@ impl Fault<'_> {
         unsafe { (*(*self.vma_raw()).vm_file).f_mapping == space.mapping() }
     }
 
-    /// Returns the faulting page of the common address space.
+    /// Returns the page of the common address space at [`Self::address`].
     pub(crate) fn page_offset(&self) -> u64 {
-        self.about().pgoff as u64
+        let about = self.about();
+        (about.pgoff - ((about.address - self.address()) >> PAGE_SHIFT)) as u64
     }
 
     /// Bytes that one page table maps (`PMD_SIZE`). `rust/sys/helpers.c` asserts the value.
-    pub(crate) const TABLE: usize = PAGE_SIZE << (PAGE_SHIFT - 3);
+    pub(super) const TABLE: usize = PAGE_SIZE << (PAGE_SHIFT - 3);
 
-    /// Returns the first page of the faulting page table, as a page of the common address space. `None` if the area does
-    /// not contain the whole page table.
-    pub(crate) fn table_offset(&self) -> Option<u64> {
-        let first = self.address() / Self::TABLE * Self::TABLE;
-        // SAFETY: By the type invariant the area is valid and locked.
-        let area = unsafe { (*self.vma_raw()).__bindgen_anon_1.__bindgen_anon_1 };
-        if first < area.vm_start || area.vm_end - first < Self::TABLE {
-            return None;
-        }
-        Some(self.page_offset() - ((self.address() - first) >> PAGE_SHIFT) as u64)
-    }
-
-    /// Maps [`Self::TABLE`] bytes of page frames from `pfn` on as one large entry. `pfn` must be aligned to that.
-    ///
-    /// Errors: `EAGAIN` if that is not possible: the area is not one for page frames or does not contain the whole page table,
-    /// or the kernel declines; `ENOMEM`.
-    ///
-    /// # Safety
-    ///
-    /// The caller must own the page frames, and must remove the mapping before it gives them up.
-    pub(super) unsafe fn insert_table(&self, pfn: usize) -> Result {
-        // SAFETY: By the type invariant the area is valid and locked.
-        if self.table_offset().is_none() || !unsafe { sys::p2pmem_vma_takes_pfns(self.vma_raw()) } {
-            return Err(EAGAIN);
-        }
-        let vmf = self.0.as_ptr();
-        // A write fault needs a writable entry even if the area makes new entries read-only, as it does after the
-        // soft-dirty bits of the process were cleared. Otherwise the write faults again without end.
-        // SAFETY: By the type invariant the fault is valid.
-        let write = unsafe { (*vmf).flags } & bindings::fault_flag_FAULT_FLAG_WRITE != 0;
-        // SAFETY: By the type invariant the fault is valid. The area contains the whole page table and takes page frames,
-        // as checked above. The caller guarantees that it owns the frames.
-        #[cfg(CONFIG_TRANSPARENT_HUGEPAGE)]
-        let answer = unsafe { bindings::vmf_insert_pfn_pmd(vmf, pfn, write) };
-        // Not reached: a kernel without transparent huge pages does not ask for large entries.
-        #[cfg(not(CONFIG_TRANSPARENT_HUGEPAGE))]
-        let answer = {
-            let _ = (vmf, pfn, write);
-            bindings::vm_fault_reason_VM_FAULT_FALLBACK
-        };
-        match answer {
-            bindings::vm_fault_reason_VM_FAULT_NOPAGE => Ok(()),
-            bindings::vm_fault_reason_VM_FAULT_OOM => Err(ENOMEM),
-            _ => Err(EAGAIN),
-        }
-    }
-
-    /// Returns the number of pages from the faulting address to the end of its page table or of the area, whichever is
-    /// first.
+    /// Returns the number of pages from [`Self::address`] to the end of its page table or of the area, whichever is first.
     pub(super) fn room(&self) -> usize {
         let address = self.address();
         // SAFETY: By the type invariant the area is valid and locked.
@@ -316,6 +286,25 @@ impl<T: Mappable> Operations<T> {
         Some(again)
     }
 
+    /// Handles a fault.
+    ///
+    /// # Safety
+    ///
+    /// `vmf` must be a fault in an area with these operations, which is locked.
+    unsafe fn handle(vmf: *mut bindings::vm_fault, large: bool) -> bindings::vm_fault_t {
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
+        if let Some(answer) = unsafe { Self::prepare(vmf) } {
+            return answer;
+        }
+        // SAFETY: The caller guarantees a fault in such an area, which is locked.
+        let Some(fault) = (unsafe { Fault::new(vmf, large) }) else {
+            return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
+        };
+        // SAFETY: By the type invariant of `Fault` the area is valid during the call and has these operations.
+        let object = unsafe { Self::object(fault.vma_raw()) };
+        Self::reason(T::fault(object, &fault), large)
+    }
+
     /// `fault` of `struct vm_operations_struct`. The area is locked.
     ///
     /// # Safety
@@ -323,14 +312,7 @@ impl<T: Mappable> Operations<T> {
     /// Only for the core, which calls with a fault in an area with these operations.
     unsafe extern "C" fn fault(vmf: *mut bindings::vm_fault) -> bindings::vm_fault_t {
         // SAFETY: The caller guarantees a fault in such an area, which is locked.
-        if let Some(answer) = unsafe { Self::prepare(vmf) } {
-            return answer;
-        }
-        // SAFETY: The caller guarantees a fault in such an area, which is locked.
-        let fault = unsafe { Fault::new(vmf) };
-        // SAFETY: By the type invariant of `Fault` the area is valid during the call and has these operations.
-        let object = unsafe { Self::object(fault.vma_raw()) };
-        Self::reason(T::fault(object, &fault))
+        unsafe { Self::handle(vmf, false) }
     }
 
     /// `huge_fault` of `struct vm_operations_struct`. The area is locked.
@@ -344,24 +326,16 @@ impl<T: Mappable> Operations<T> {
             return bindings::vm_fault_reason_VM_FAULT_FALLBACK;
         }
         // SAFETY: The caller guarantees a fault in such an area, which is locked.
-        if let Some(answer) = unsafe { Self::prepare(vmf) } {
-            return answer;
-        }
-        // SAFETY: The caller guarantees a fault in such an area, which is locked.
-        let fault = unsafe { Fault::new(vmf) };
-        // SAFETY: By the type invariant of `Fault` the area is valid during the call and has these operations.
-        let object = unsafe { Self::object(fault.vma_raw()) };
-        match T::fault_table(object, &fault) {
-            Err(e) if e == EAGAIN => bindings::vm_fault_reason_VM_FAULT_FALLBACK,
-            answer => Self::reason(answer),
-        }
+        unsafe { Self::handle(vmf, true) }
     }
 
-    /// Converts the result of a fault to the core's `vm_fault_t`.
-    fn reason(answer: Result) -> bindings::vm_fault_t {
+    /// Converts the result of a fault to the core's `vm_fault_t`. The core repeats a large fault that falls back as another
+    /// one, which has the error too if it is not about the size.
+    fn reason(answer: Result, large: bool) -> bindings::vm_fault_t {
         match answer {
             Ok(()) => bindings::vm_fault_reason_VM_FAULT_NOPAGE,
             Err(e) if e == ENOMEM => bindings::vm_fault_reason_VM_FAULT_OOM,
+            Err(_) if large => bindings::vm_fault_reason_VM_FAULT_FALLBACK,
             Err(_) => bindings::vm_fault_reason_VM_FAULT_SIGBUS,
         }
     }
@@ -522,10 +496,6 @@ mod tests {
         fn fault(_: ArcBorrow<'_, Self>, _: &Fault<'_>) -> Result {
             Err(EFAULT)
         }
-
-        fn fault_table(_: ArcBorrow<'_, Self>, _: &Fault<'_>) -> Result {
-            Err(EAGAIN)
-        }
     }
 
     #[test]
@@ -549,14 +519,18 @@ mod tests {
 
     #[test]
     fn errors_map_to_fault_codes() {
-        let cases = [
-            (Ok(()), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
-            (Err(ENOMEM), bindings::vm_fault_reason_VM_FAULT_OOM),
-            (Err(ENODEV), bindings::vm_fault_reason_VM_FAULT_SIGBUS),
-            (Err(EFAULT), bindings::vm_fault_reason_VM_FAULT_SIGBUS),
-        ];
-        for (answer, reason) in cases {
-            assert_eq!(Operations::<Nothing>::reason(answer), reason);
+        let sigbus = bindings::vm_fault_reason_VM_FAULT_SIGBUS;
+        let fallback = bindings::vm_fault_reason_VM_FAULT_FALLBACK;
+        for (large, other) in [(false, sigbus), (true, fallback)] {
+            let cases = [
+                (Ok(()), bindings::vm_fault_reason_VM_FAULT_NOPAGE),
+                (Err(ENOMEM), bindings::vm_fault_reason_VM_FAULT_OOM),
+                (Err(ENODEV), other),
+                (Err(EFAULT), other),
+            ];
+            for (answer, reason) in cases {
+                assert_eq!(Operations::<Nothing>::reason(answer, large), reason);
+            }
         }
     }
 

@@ -2,8 +2,8 @@
 
 //! Windows: ranges of a BAR that are mapped without `struct page`, so their size costs no memory.
 //!
-//! All functions are for process context. [`Window::insert`] and [`Window::insert_table`] are called in a page fault, with
-//! the area locked. The one lock is the count in [`Windows`], a leaf.
+//! All functions are for process context. [`Window::insert`] is called in a page fault, with the area locked. The one lock is
+//! the count in [`Windows`], a leaf.
 //!
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
@@ -210,44 +210,26 @@ impl Window {
     }
 
     /// Maps page frames from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table
-    /// and the area can hold.
+    /// and the area can hold. A large fault maps a whole page table with one entry.
     ///
     /// Called in a page fault, with the area locked. Errors: `EFAULT` if the area is not one for page frames or is in
-    /// another address space, or the range is empty; `ENOMEM`.
+    /// another address space, or the range is empty or does not fit a large entry; `ENOMEM`.
     pub(super) fn insert(&self, fault: &Fault<'_>, offset: u64, size: u64) -> Result {
         let (offset, size) = self.part(offset, size);
         let pages = usize::try_from(size / PAGE_SIZE as u64)?.min(fault.room());
-        if pages == 0 || !fault.is_in(&self.space) {
+        let at = self.phys + offset;
+        let fits = !fault.is_large() || pages == fault.room() && at % Fault::TABLE as u64 == 0;
+        if pages == 0 || !fits || !fault.is_in(&self.space) {
             return Err(EFAULT);
         }
-        let pfn = usize::try_from((self.phys + offset) >> PAGE_SHIFT)?;
         // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
         self.shown.add(fault.page_offset(), pages as u64);
-        // SAFETY: By the type invariant of `Fault` the area is valid and locked; `room()` says that it has space for the
-        // page frames, and the C function refuses areas that are not for page frames. By the type invariant the frames
-        // belong to this window, whose drop unmaps everything within `shown`.
-        to_result(unsafe { sys::p2pmem_pfns_insert(fault.vma_raw(), fault.address(), pfn, pages) })
-    }
-}
-
-impl Window {
-    /// Maps `Fault::TABLE` bytes from `offset` on with one large entry at the fault's page table.
-    ///
-    /// Called in a page fault, with the area locked. Errors: `EAGAIN` if a large entry is not possible: alignment, the
-    /// window's or the area's end, or another address space; `ENOMEM`.
-    pub(super) fn insert_table(&self, fault: &Fault<'_>, offset: u64) -> Result {
-        let at = self.phys + offset;
-        if at % Fault::TABLE as u64 != 0 || self.part(offset, Fault::TABLE as u64).1 < Fault::TABLE as u64 {
-            return Err(EAGAIN);
-        }
-        let first = fault
-            .table_offset()
-            .filter(|_| fault.is_in(&self.space))
-            .ok_or(EAGAIN)?;
-        // INVARIANT: The area is in `space`, and its pages are added to `shown` before they are mapped.
-        self.shown.add(first, (Fault::TABLE >> PAGE_SHIFT) as u64);
-        // SAFETY: By the type invariant the frames belong to this window, whose drop unmaps everything within `shown`.
-        unsafe { fault.insert_table(usize::try_from(at >> PAGE_SHIFT)?) }
+        let pfn = usize::try_from(at >> PAGE_SHIFT)?;
+        // SAFETY: By the type invariant of `Fault` the area is valid and locked, and contains the page table of a large fault,
+        // for which `pfn` is aligned; `room()` says that it has space for the page frames, and the C function refuses areas
+        // that are not for page frames. By the type invariant the frames belong to this window, whose drop unmaps everything
+        // within `shown`.
+        to_result(unsafe { sys::p2pmem_pfns_insert(fault.as_raw(), pfn, pages, fault.is_large()) })
     }
 }
 

@@ -425,7 +425,7 @@ impl Buffer {
         walk::one_by_one(|from| walk::at_or_after(&self.inner.lock().registrations, from), f);
     }
 
-    /// Takes p2pmem's own references on the pages of a Live buffer. Nobody else may refer to the pages before.
+    /// Takes p2pmem's own references on the pages of a Live buffer, so that the RDMA core may refer to them.
     ///
     /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
     #[cfg(p2pmem_peer)]
@@ -523,13 +523,5 @@ impl Mappable for Buffer {
         // `inner` stays locked until the pages are inserted. A revocation takes `inner` to set Revoking and unmaps
         // afterwards, so it takes these pages down again.
         this.usable()?.memory.as_mut().ok_or(ENODEV)?.map(fault, offset)
-    }
-
-    fn fault_table(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result {
-        let first = fault.table_offset().and_then(|page| page.checked_sub(this.page_offset));
-        let offset = first.ok_or(EAGAIN)? * PAGE_SIZE as u64;
-        // `inner` stays locked until the entry is inserted, as in `fault`.
-        let mut inner = this.usable()?;
-        inner.memory.as_mut().ok_or(ENODEV)?.map_table(fault, offset)
     }
 }

@@ -124,15 +124,6 @@ impl Memory {
         backing.insert(fault, start, self.size, offset)
     }
 
-    /// Maps the memory at `offset` as one entry of the size of a page table. Context: as for [`Self::map`].
-    ///
-    /// Errors: `EAGAIN` if the memory has no such entry; the caller maps single pages then.
-    pub(crate) fn map_table(&mut self, fault: &Fault<'_>, offset: u64) -> Result {
-        self.pages_held = true;
-        let (backing, start) = self.backing_and_offset();
-        backing.insert_table(fault, start, self.size, offset)
-    }
-
     /// Takes p2pmem's references to all pages.
     #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&mut self) {

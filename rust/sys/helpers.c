@@ -58,7 +58,7 @@ static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
  */
 #define BLOCK (1UL << PMD_ORDER)
 
-/* Serialises the changes of the form of blocks: two buffers may be in one block. Page faults take it last. */
+/* Serialises the changes of the form of blocks: two buffers may be in one block. Nothing is taken under it. */
 static DEFINE_MUTEX(blocks_lock);
 
 /* Makes one folio of pages whose counts are 0, with p2pmem's reference. */
@@ -189,12 +189,6 @@ void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned lo
 	pci_free_p2pmem(pdev, (void *)kaddr, npages << PAGE_SHIFT);
 }
 
-/* Returns whether p2pmem_vma_prepare() set up the area for pages. The area is locked. */
-static bool takes_pages(struct vm_area_struct *vma)
-{
-	return !(vma->vm_flags & (VM_MIXEDMAP | VM_PFNMAP | VM_IO));
-}
-
 static int fault_errno(vm_fault_t ret)
 {
 	if (ret & VM_FAULT_OOM)
@@ -202,63 +196,54 @@ static int fault_errno(vm_fault_t ret)
 	return ret & VM_FAULT_ERROR ? -EFAULT : 0;
 }
 
-/*
- * Maps pages of a buffer, which is @npages pages from @kaddr on: page @index at the address of the fault, and the pages
- * after it to the end of the block, the page table or the area. Returns 0 if page @index is mapped afterwards; -EFAULT for
- * an area that is not for pages; -ENOMEM. Called in a fault, with the area locked. Sleeps; takes blocks_lock.
- */
-int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index)
+/* Maps a page at @addr, or with @large the folio that it is the head of, with one entry. Returns 0, -ENOMEM or -EFAULT. */
+static int map_page(struct vm_fault *vmf, unsigned long addr, struct page *page, bool write, bool large)
 {
-	unsigned long addr = vmf->address, stop = pmd_addr_end(addr, vmf->vma->vm_end), end;
-	struct page *page = virt_to_page((void *)kaddr);
-	bool write = vmf->flags & FAULT_FLAG_WRITE;
-	vm_fault_t ret = VM_FAULT_SIGBUS;
+	struct vm_fault at = { .vma = vmf->vma, .address = addr };
+	struct folio *folio = page_folio(page);
+	vm_fault_t ret = VM_FAULT_FALLBACK;
+	pmd_t pmd;
 
-	if (!takes_pages(vmf->vma))
+	/* With this reference, no other thread changes the form of the block before the page is mapped. */
+	if (!folio_try_get(folio))
 		return -EFAULT;
-	end = hold_block(page, npages, index);
-	for (page += index; index < end && addr < stop; index++, page++, addr += PAGE_SIZE) {
-		struct vm_fault at = { .vma = vmf->vma, .address = addr };
-		struct folio *folio = page_folio(page);
-
-		/* With this reference, no other thread changes the form of the block before the page is mapped. */
-		if (!folio_try_get(folio))
-			break;
+	if (!large) {
 		if (page_folio(page) == folio)
-			ret = vmf_insert_page_mkwrite(&at, page, write && addr == vmf->address);
-		folio_put(folio);
-		if (ret & VM_FAULT_ERROR)
-			break;
+			ret = vmf_insert_page_mkwrite(&at, page, write);
+	} else if (IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE) && &folio->page == page && folio_order(folio) == PMD_ORDER) {
+		pmd = pmdp_get_lockless(vmf->pmd);
+		/* vmf_insert_folio_pmd() warns of a page table, which a fault of another thread may have made. */
+		if (pmd_none(pmd) || pmd_trans_huge(pmd))
+			ret = vmf_insert_folio_pmd(vmf, folio, write);
 	}
-	return addr == vmf->address ? fault_errno(ret) : 0;
+	folio_put(folio);
+	return fault_errno(ret);
 }
 
 /*
- * Maps the block of a buffer that begins at page @index with one entry of the fault's page middle directory. The buffer is
- * @npages pages from @kaddr on. Returns 0, -ENOMEM, or -EAGAIN if there is no such folio or pages are mapped already.
- * Called in a fault, with the area locked, which contains the whole range of the entry. Sleeps; takes blocks_lock.
+ * Maps pages of a buffer, which is @npages pages from @kaddr on: page @index at the address of the fault, and the pages
+ * after it to the end of the block, the page table or the area. With @large, maps the block that begins at page @index
+ * with one entry at the fault's page table, all of which is in the area. Returns 0 if page @index is mapped afterwards;
+ * -EFAULT for an area that is not for pages, or if there is no such folio or page table; -ENOMEM. Called in a fault, with
+ * the area locked. Sleeps; takes blocks_lock.
  */
-int p2pmem_folio_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index)
+int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index, bool large)
 {
-	struct page *page = virt_to_page((void *)kaddr) + index;
-	struct folio *folio;
-	int ret = -EAGAIN;
+	unsigned long addr = vmf->address, stop = pmd_addr_end(addr, vmf->vma->vm_end), end;
+	struct page *page = virt_to_page((void *)kaddr);
+	int ret;
 
-	if (!IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE) || !takes_pages(vmf->vma) || page_to_pfn(page) % BLOCK)
-		return -EAGAIN;
-	hold_block(page - index, npages, index);
-	folio = page_folio(page);
-	if (!folio_try_get(folio))
-		return -EAGAIN;
-	if (folio_page(folio, 0) == page && folio_order(folio) == PMD_ORDER) {
-		pmd_t pmd = pmdp_get_lockless(vmf->pmd);
-
-		/* vmf_insert_folio_pmd() warns of a page table, which a fault of another thread may have made. */
-		if (pmd_none(pmd) || pmd_trans_huge(pmd))
-			ret = fault_errno(vmf_insert_folio_pmd(vmf, folio, vmf->flags & FAULT_FLAG_WRITE));
-	}
-	folio_put(folio);
-	return ret;
+	if (vmf->vma->vm_flags & (VM_MIXEDMAP | VM_PFNMAP | VM_IO))
+		return -EFAULT;
+	end = hold_block(page, npages, index);
+	page += index;
+	ret = map_page(vmf, addr, page, vmf->flags & FAULT_FLAG_WRITE, large);
+	if (ret || large)
+		return ret;
+	while (++index < end && (addr += PAGE_SIZE) < stop)
+		if (map_page(vmf, addr, ++page, false, false))
+			break;
+	return 0;
 }
 
 /*
@@ -338,27 +323,30 @@ void p2pmem_window_clear(void *kaddr, size_t size)
 }
 
 /*
- * Returns whether p2pmem_vma_prepare() set up the area for page frames. Inserting page frames into other areas is a BUG()
- * or refers to pages. The area is locked.
+ * Maps page frames from @pfn on at the address of the fault, up to the first failure and at most 2 MiB; with @large, as one
+ * entry at the fault's page table, all of which is in the area. Returns 0 if the first one is mapped afterwards, -EFAULT for
+ * an area that p2pmem_vma_prepare() did not set up for page frames, or -ENOMEM. The area is locked.
  */
-bool p2pmem_vma_takes_pfns(struct vm_area_struct *vma)
-{
-	return vma->vm_flags & VM_MIXEDMAP && vma->vm_flags & VM_IO && !vma_is_cow_mapping(vma);
-}
-
-/*
- * Maps page frames from @pfn on at @addr, up to the first failure and at most 2 MiB. Returns 0 if the first one is mapped
- * afterwards, -EFAULT for an area that is not for page frames, or -ENOMEM. The area is locked.
- */
-int p2pmem_pfns_insert(struct vm_area_struct *vma, unsigned long addr, unsigned long pfn, unsigned long npages)
+int p2pmem_pfns_insert(struct vm_fault *vmf, unsigned long pfn, unsigned long npages, bool large)
 {
 	unsigned long n = min(npages, BATCH), i;
-	vm_fault_t ret = 0;
+	struct vm_area_struct *vma = vmf->vma;
+	vm_fault_t ret = VM_FAULT_FALLBACK;
 
-	if (!p2pmem_vma_takes_pfns(vma))
+	/* Inserting page frames into other areas is a BUG() or refers to pages. */
+	if (!(vma->vm_flags & VM_MIXEDMAP) || !(vma->vm_flags & VM_IO) || vma_is_cow_mapping(vma))
 		return -EFAULT;
+	if (large) {
+		/*
+		 * A write fault needs a writable entry even if the area makes new entries read-only, as it does after the
+		 * soft-dirty bits of the process were cleared. Otherwise the write faults again without end.
+		 */
+		if (IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE))
+			ret = vmf_insert_pfn_pmd(vmf, pfn, vmf->flags & FAULT_FLAG_WRITE);
+		return fault_errno(ret);
+	}
 	for (i = 0; i < n; i++) {
-		ret = vmf_insert_mixed(vma, addr + (i << PAGE_SHIFT), pfn + i);
+		ret = vmf_insert_mixed(vma, vmf->address + (i << PAGE_SHIFT), pfn + i);
 		if (ret & VM_FAULT_ERROR)
 			break;
 	}
