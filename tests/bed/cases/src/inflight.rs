@@ -23,7 +23,14 @@ pub(super) const CASES: &[Case] = &[
         about: "memory that is freed while a drive writes to it goes to nobody before the drive is done",
         topology: "slow",
         ruins: false,
-        run: pinned,
+        run: |bed| pinned(bed, IO),
+    },
+    Case {
+        name: "pinned-folio",
+        about: "the same in a part of a folio, whose other pages wait too",
+        topology: "slow",
+        ruins: false,
+        run: |bed| pinned(bed, 4 << 20),
     },
     Case {
         name: "unbind-pinned",
@@ -71,14 +78,15 @@ pub(super) fn slow_drive(bed: &Bed) -> Result<File> {
     Ok(drive)
 }
 
-fn pinned(bed: &mut Bed) -> Result<()> {
+/// Frees a buffer of `size` bytes while a drive writes to its first [`IO`] bytes.
+fn pinned(bed: &mut Bed, size: usize) -> Result<()> {
     let block = bed.block("nvme0")?;
     let drive = slow_drive(bed)?;
     bed.settled()?;
     let whole = bed.provider("accel0")?;
     let file = open()?;
-    let a = alloc(file.as_fd(), IO as u64).map_err(errno)?;
-    let map = Mapping::shared(file.as_fd(), a.mmap_offset, IO).map_err(errno)?;
+    let a = alloc(file.as_fd(), size as u64).map_err(errno)?;
+    let map = Mapping::shared(file.as_fd(), a.mmap_offset, size).map_err(errno)?;
     let done = AtomicBool::new(false);
     thread::scope(|scope| -> Result<()> {
         let read = scope.spawn(|| {
@@ -90,7 +98,7 @@ fn pinned(bed: &mut Bed) -> Result<()> {
         free(file.as_fd(), a.handle).map_err(errno)?;
         map.vacate().map_err(errno)?;
         until("the memory is pinned", || {
-            Ok(bed.provider("accel0")?.pinned >= IO as u64 || done.load(Ordering::SeqCst))
+            Ok(bed.provider("accel0")?.pinned >= size as u64 || done.load(Ordering::SeqCst))
         })?;
         in_time!(
             !done.load(Ordering::SeqCst),

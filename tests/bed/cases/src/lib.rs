@@ -38,6 +38,7 @@ mod dmabuf_end;
 mod doctor;
 mod faults;
 mod faults_load;
+mod folios;
 mod fpga;
 mod good;
 mod growth;
@@ -100,6 +101,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(boundary::CASES)
         .chain(growth::CASES)
         .chain(life::CASES)
+        .chain(folios::CASES)
         .chain(inflight::CASES)
         .chain(teardown::CASES)
         .chain(hostile::CASES)

@@ -783,13 +783,34 @@ impl Mapping {
     ///
     /// The errno.
     pub fn vacate(&self) -> Answer {
+        self.vacate_part(0, self.len)
+    }
+
+    /// Replaces a part of the mapping by inaccessible memory.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn vacate_part(&self, at: usize, len: usize) -> Answer {
+        assert!(at % 4096 == 0 && at + len <= self.len);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         // SAFETY: only this mapping's own pages are replaced.
-        let base = unsafe { libc::mmap(self.base.cast(), self.len, libc::PROT_NONE, flags, -1, 0) };
+        let base = unsafe { libc::mmap(self.base.add(at).cast(), len, libc::PROT_NONE, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
         }
         Ok(())
+    }
+
+    /// Calls `madvise()` for a part of the mapping.
+    ///
+    /// # Errors
+    ///
+    /// The errno.
+    pub fn advise_part(&self, at: usize, len: usize, advice: i32) -> Answer {
+        assert!(at % 4096 == 0 && at + len <= self.len);
+        // SAFETY: only this mapping's own pages, which are a file's: no advice changes what they contain.
+        result(unsafe { libc::madvise(self.base.add(at).cast(), len, advice) }.into())
     }
 
     /// Moves or resizes the mapping by mremap.
@@ -978,6 +999,21 @@ pub fn limit_processor_time(seconds: u64) -> io::Result<()> {
     // SAFETY: the limit is a valid one.
     match unsafe { libc::setrlimit(libc::RLIMIT_CPU, &limit) } {
         0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Returns the number of page faults of the calling process that needed no I/O.
+///
+/// # Errors
+///
+/// Those of getrusage.
+pub fn minor_faults() -> io::Result<u64> {
+    // SAFETY: all-zero is a valid rusage.
+    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
+    // SAFETY: the result is a valid place.
+    match unsafe { libc::getrusage(libc::RUSAGE_SELF, &mut usage) } {
+        0 => Ok(usage.ru_minflt as u64),
         _ => Err(io::Error::last_os_error()),
     }
 }
