@@ -29,6 +29,7 @@
 #include <linux/pgtable.h>
 #include <linux/pseudo_fs.h>
 #include <linux/ratelimit.h>
+#include <linux/rcupdate.h>
 #include <linux/sched.h>
 #include <linux/sched/signal.h>
 #include <linux/sizes.h>
@@ -53,8 +54,8 @@ static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
  *
  * pci_alloc_p2pmem() returns single pages with reference count 0. The first use of a page takes p2pmem's reference to it,
  * or forms a folio of its block and takes p2pmem's reference to the folio. p2pmem_pages_release() drops the references.
- * Between the two, a count is below 1 only while a block changes its form: then the count is frozen at 0, so that
- * get_user_pages_fast() gets no reference. So the p2pdma core never takes a page back from p2pmem's buddy allocator.
+ * Between the two, a count is below 1 only while a block changes its form: then the count is frozen at 0, and nobody gets a
+ * reference. So the p2pdma core never takes a page back from p2pmem's buddy allocator.
  */
 #define BLOCK (1UL << PMD_ORDER)
 
@@ -72,9 +73,16 @@ static void init_folio(struct page *page, struct dev_pagemap *pgmap, unsigned in
 }
 
 /*
- * Freezes the count of a folio or page at 0, once only p2pmem's reference is left. No buffer refers to the pages any more,
- * so others can only be those of get_user_pages_fast(), which drops them at once after it finds the page table changed.
+ * Waits for get_user_pages_fast(), which may take a reference to a page that was just unmapped, and drops it when it finds
+ * the page table changed. How it counts depends on the form of the block, so no such reference may be left when the form
+ * changes. It disables interrupts, which delays the grace period.
  */
+static void await_gup_fast(void)
+{
+	synchronize_rcu_expedited();
+}
+
+/* Freezes the count of a folio or page at 0, once only p2pmem's reference is left. */
 static void freeze(struct page *page)
 {
 	while (!page_ref_freeze(page, 1))
@@ -84,10 +92,15 @@ static void freeze(struct page *page)
 /* Forms the folio of a block of single pages, unless somebody refers to one of them. */
 static bool form_folio(struct page *head)
 {
+	bool used = false;
 	unsigned long i;
 
 	if (!IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE))
 		return false;
+	for (i = 0; i < BLOCK; i++)
+		used |= page_ref_count(head + i);
+	if (used)
+		await_gup_fast();
 	for (i = 0; i < BLOCK; i++) {
 		if (page_ref_count(head + i) && !page_ref_freeze(head + i, 1)) {
 			while (i--)
@@ -99,7 +112,7 @@ static bool form_folio(struct page *head)
 	return true;
 }
 
-/* Makes single pages of a folio, each with p2pmem's reference. */
+/* Makes single pages of a folio, each with p2pmem's reference. The caller called await_gup_fast(). */
 static void split_folio_of(struct page *page)
 {
 	struct dev_pagemap *pgmap = page_pgmap(page);
@@ -129,8 +142,10 @@ static unsigned long hold_block(struct page *first, unsigned long npages, unsign
 	if (whole && form_folio(first + start))
 		goto out;
 	/* The former owner of the whole block left a folio. */
-	if (PageCompound(first + start))
+	if (PageCompound(first + start)) {
+		await_gup_fast();
 		split_folio_of(first + start);
+	}
 	for (i = start; i < end; i++)
 		if (!page_ref_count(first + i))
 			set_page_count(first + i, 1);
@@ -176,11 +191,16 @@ unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages)
 void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr);
+	bool waited = false;
 	unsigned long i;
 
 	for (i = 0; i < npages; i++) {
-		if (PageHead(page + i))
+		if (PageHead(page + i)) {
+			if (!waited)
+				await_gup_fast();
+			waited = true;
 			split_folio_of(page + i);
+		}
 		if (page_ref_count(page + i))
 			freeze(page + i);
 		if (i % BLOCK == 0)
