@@ -168,18 +168,19 @@ gauge-pictures: sandbox ## make the pictures of the gauge in Documentation/image
 		tools/reduce-png $(reports)/gauge-$$name.png Documentation/images/gauge-$$name.png; done
 
 # STRESS=1 repeats each test and keeps the processors busy, to find tests that fail by luck.
+busy := $(if $(STRESS),tools/busy)
 test-user: sandbox ## run the tests that need no guest: user space, device models, pure parts of the module (STRESS=1: 50 times, busy)
-	@$(in) tools/host-tests $(if $(STRESS),--repeat 50 --busy)
+	@$(in) $(busy) tools/host-tests $(if $(STRESS),--repeat 50)
 
-stress-guests := $(if $(STRESS),--repeat 10 --busy)
+guest-repeat := $(if $(STRESS),--repeat 10)
 
 test-vm: test-vm-stock test-vm-debug ## run the tests in guests on the stock kernel and on the debug kernel
 
 test-vm-stock: modules user testbed ## run the tests in guests on the stock kernel (STRESS=1: 10 times, busy)
-	@$(in) tools/vm-tests $(stress-guests) stock $(TESTS)
+	@$(in) $(busy) tools/vm-tests $(guest-repeat) stock $(TESTS)
 
 test-vm-debug: modules debug-modules user testbed ## run the tests in guests on the debug kernel (STRESS=1: 10 times, busy)
-	@$(in) tools/vm-tests $(stress-guests) debug $(TESTS)
+	@$(in) $(busy) tools/vm-tests $(guest-repeat) debug $(TESTS)
 
 kunit: debug-modules testbed ## run the module's KUnit cases in a guest with the debug kernel
 	@$(in) tools/kunit
