@@ -200,18 +200,22 @@ impl QuickDecision {
     /// Computes the explanation from the capacities that the decision read. Errors: `ENOMEM`.
     pub(crate) fn explanation(&self) -> Result<Explanation> {
         let parts = &*self.parts;
-        let mut capacities = KVec::from_elem(None, parts.providers.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut capacities = KVec::from_elem(Capacity::REMOVED, parts.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (ranked, has) in self.ranking().iter().zip(&self.capacities) {
             if let Some(capacity) = capacities.get_mut(ranked.index) {
-                *capacity = Some(Capacity {
-                    free: has.free(),
-                    largest: has.largest,
-                });
+                *capacity = *has;
             }
         }
         let mut candidates = KVec::with_capacity(capacities.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, capacity) in capacities.iter().enumerate() {
-            candidates.push(parts.candidate(i, *capacity, self.effect(i)), GFP_KERNEL_ACCOUNT)?;
+            let candidate = parts.candidate(i, *capacity, self.effect(i));
+            let candidate = Candidate {
+                free: candidate.free.max(candidate.largest),
+                // A provider that ranks behind the chosen one may have a larger piece.
+                exact: false,
+                ..candidate
+            };
+            candidates.push(candidate, GFP_KERNEL_ACCOUNT)?;
         }
         let request = placement::Request {
             size: self.size,

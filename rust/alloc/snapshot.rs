@@ -115,17 +115,19 @@ impl SnapshotParts {
         self.paths.get(from..from + self.clients).unwrap_or_default()
     }
 
-    /// Returns the provider with that index as a candidate. `capacity` is `None` if the provider is being removed.
-    pub(crate) fn candidate(&self, provider: usize, capacity: Option<Capacity>, effect: RuleEffect) -> Candidate<'_> {
+    /// Returns the provider with that index as a candidate with an exact capacity.
+    pub(crate) fn candidate(&self, provider: usize, capacity: Capacity, effect: RuleEffect) -> Candidate<'_> {
         let info = &self.providers[provider];
-        let Capacity { free, largest } = capacity.unwrap_or(Capacity::EMPTY);
+        let live = capacity.is_live();
+        let Capacity { free, largest } = if live { capacity } else { Capacity::EMPTY };
         Candidate {
             id: info.id,
-            live: capacity.is_some(),
+            live,
             start: info.start,
             size: info.size,
             free,
             largest,
+            exact: true,
             paths: self.paths_of(provider),
             effect,
         }

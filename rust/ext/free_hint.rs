@@ -98,21 +98,19 @@ impl FreeHint {
         self.returning.store(bytes, Release);
     }
 
-    /// Closes the hint: [`Self::fit`] returns `Unknown` from now on.
+    /// Closes the hint: [`Self::fit`] returns `Short` with [`Capacity::REMOVED`] from now on.
     pub(crate) fn close(&self) {
         self.returning.store(CLOSED, Relaxed);
     }
 
     /// Returns whether the request fits, does not fit, or is unknown, with the capacity at this moment.
-    ///
-    /// Always `Unknown` once the hint is closed.
     #[inline(always)]
     pub(crate) fn fit(&self, need: &FitBounds) -> FitHint {
         // Cannot overflow into `CLOSED`: both are sizes within one BAR, unless the hint is closed.
         let free = peek(&self.free).wrapping_add(peek(&self.returning));
         let largest = peek(&self.piece);
         if free >= CLOSED {
-            return FitHint::Unknown;
+            return FitHint::Short(Capacity::REMOVED);
         }
         if need.enough <= largest {
             return FitHint::Fits(Capacity { free, largest });
@@ -121,7 +119,7 @@ impl FreeHint {
             let largest = largest.min(need.short);
             return FitHint::Short(Capacity { free, largest });
         }
-        FitHint::Unknown
+        FitHint::Unknown(Capacity { free, largest })
     }
 
     /// Returns whether certainly too little is free.
@@ -157,6 +155,10 @@ mod tests {
         FitHint::Short(Capacity { free, largest })
     }
 
+    fn unknown(free: u64, largest: u64) -> FitHint {
+        FitHint::Unknown(Capacity { free, largest })
+    }
+
     #[test]
     fn fit_is_reported_only_if_certain() -> Result {
         let hint = FreeHint::new()?;
@@ -165,8 +167,8 @@ mod tests {
             assert_eq!(hint.fit(&small), fits(12 * PAGE, 8 * PAGE));
         }
         // These may fit into adjacent blocks or unaligned into the piece, or not at all.
-        for unknown in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
-            assert_eq!(hint.fit(&unknown), FitHint::Unknown);
+        for uncertain in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
+            assert_eq!(hint.fit(&uncertain), unknown(12 * PAGE, 8 * PAGE));
         }
         // These do not fit.
         assert_eq!(hint.fit(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
@@ -176,18 +178,18 @@ mod tests {
     }
 
     #[test]
-    fn returning_memory_counts_and_closed_hint_is_unknown() -> Result {
+    fn returning_memory_counts_and_closed_hint_has_none() -> Result {
         let hint = FreeHint::new()?;
         hint.set(PAGE, PAGE);
         hint.set_returning(3 * PAGE, 1);
         assert_eq!(hint.fit(&need(1, 1)?), fits(4 * PAGE, PAGE));
-        assert_eq!(hint.fit(&need(2, 1)?), FitHint::Unknown);
+        assert_eq!(hint.fit(&need(2, 1)?), unknown(4 * PAGE, PAGE));
         assert_eq!(hint.fit(&need(5, 1)?), short(4 * PAGE, PAGE));
         hint.close();
-        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
+        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Short(Capacity::REMOVED));
         // A late update does not reopen the hint.
         hint.set(9 * PAGE, 8 * PAGE);
-        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Unknown);
+        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Short(Capacity::REMOVED));
         assert!(FitBounds::of(u64::MAX, PAGE).is_none() && FitBounds::of(0, PAGE).is_none());
         Ok(())
     }

@@ -420,12 +420,11 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.hint.clone()
     }
 
-    /// Returns the free memory for a request. `largest >= size` holds if and only if the request fits. Returns `None` if the
-    /// provider is being removed.
-    pub(crate) fn capacity(&self, size: u64, align: u64) -> Option<Capacity> {
+    /// Returns the free memory for a request. `largest >= size` holds if and only if the request fits.
+    pub(crate) fn capacity(&self, size: u64, align: u64) -> Capacity {
         let inner = self.inner.lock();
         let (free, largest) = match &inner.source {
-            None => return None,
+            None => return Capacity::REMOVED,
             Some(Source::Own(own)) => {
                 let own = own.clone();
                 // Memory that is being cleared counts as free, since an allocation waits for it.
@@ -453,7 +452,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 )
             }
         };
-        Some(Capacity { free, largest })
+        Capacity { free, largest }
     }
 
     /// Returns whether memory came back since `inner.returns` was `returns`, or is being cleared.

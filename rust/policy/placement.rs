@@ -103,6 +103,8 @@ pub(crate) struct Candidate<'a> {
     pub(crate) free: u64,
     /// Size in bytes of the largest contiguous piece that an allocation with the request's alignment can get.
     pub(crate) largest: u64,
+    /// Whether no piece is larger than `largest`. Without that, a candidate with enough free bytes counts as eligible.
+    pub(crate) exact: bool,
     /// The paths to the clients, in the order of the clients. A missing path means that the client cannot reach the
     /// provider.
     pub(crate) paths: &'a [Path],
@@ -218,7 +220,7 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
         (VerdictCode::Full, None, Outcome::Full)
     } else if candidate.free.saturating_sub(effect.reserved_for_others) < request.size {
         (VerdictCode::Reserved, effect.reserved_by, Outcome::Reserved)
-    } else if candidate.largest < request.size {
+    } else if candidate.exact && candidate.largest < request.size {
         (VerdictCode::Fragmented, None, Outcome::Fragmented)
     } else {
         return Ok(());
@@ -465,6 +467,7 @@ mod tests {
             size: 64 * PAGE,
             free: 32 * PAGE,
             largest: 16 * PAGE,
+            exact: true,
             paths,
             effect: RuleEffect::NONE,
         }

@@ -2,9 +2,9 @@
 
 //! The fast path of a decision.
 //!
-//! [`nearest`] chooses from a ranking that is sorted once, and from one free-space hint per provider. If the hints do not
-//! suffice, [`nearest`] returns nothing and the caller falls back to [`decide`](super::placement::decide), which gives the
-//! same answer.
+//! [`nearest`] chooses from a ranking that is sorted once, and from one free-space hint per provider. If the hints of the
+//! providers that matter do not suffice, [`nearest`] returns nothing and the caller falls back to
+//! [`decide`](super::placement::decide), which gives the same answer.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
@@ -26,7 +26,7 @@ pub(super) fn load(size: u64, free: u64) -> u64 {
         .unwrap_or(1000)
 }
 
-/// The free memory of a provider that is not being removed. The two numbers may be from different moments.
+/// The free memory of a provider. The two numbers may be from different moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Capacity {
     /// Free bytes as counted. Use [`Self::free()`], as [`Self::largest`] may be more.
@@ -39,6 +39,17 @@ impl Capacity {
     /// No free memory.
     pub(crate) const EMPTY: Self = Self { free: 0, largest: 0 };
 
+    /// The provider is being removed. No request fits.
+    pub(crate) const REMOVED: Self = Self {
+        free: u64::MAX,
+        largest: 0,
+    };
+
+    /// Returns whether the provider was not being removed.
+    pub(crate) fn is_live(&self) -> bool {
+        *self != Self::REMOVED
+    }
+
     /// Returns the free bytes, at least [`Self::largest`]: a piece may have grown after the free bytes were counted.
     pub(crate) fn free(&self) -> u64 {
         self.free.max(self.largest)
@@ -46,12 +57,12 @@ impl Capacity {
 }
 
 /// What a free-space hint says about a request: whether size and alignment fit, and the provider's capacity. `Unknown` if
-/// the hint cannot prove either.
+/// the hint can prove neither: more than [`Capacity::largest`] may be in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FitHint {
     Fits(Capacity),
     Short(Capacity),
-    Unknown,
+    Unknown(Capacity),
 }
 
 /// A provider in the ranking of [`nearest`]. `G` is the type of its free-space hint.
@@ -100,7 +111,7 @@ impl<G> RankedProvider<G> {
 /// has the strategy *nearest*, if no rule affects the choice except by [`RankedProvider::preference`].
 ///
 /// Returns `None` if no provider can serve, if rules prefer a provider that is too far to one that can serve, or if `fit`
-/// returns [`FitHint::Unknown`].
+/// returns [`FitHint::Unknown`] for a provider that might be the result. Providers that rank behind the result do not matter.
 ///
 /// `ranking` is sorted by [`RankedProvider::order`], then by provider number, and is [grouped](group). `fit` is called
 /// once for each hint. The result is stored in `capacities`, which has the length and the order of `ranking`.
@@ -137,7 +148,7 @@ pub(crate) fn nearest<'a, G>(
                     *slot = has;
                     continue;
                 }
-                FitHint::Unknown => return None,
+                FitHint::Unknown(_) => return None,
             };
             *slot = has;
             // Skip the division if the load cannot be less. This is common for idle providers of the same size.
@@ -155,10 +166,8 @@ pub(crate) fn nearest<'a, G>(
     }
     // The remaining providers are less preferred or too far. Only their capacity is stored.
     for (ranked, slot) in left.iter().zip(slots) {
-        *slot = match fit(&ranked.hint) {
-            FitHint::Fits(has) | FitHint::Short(has) => has,
-            FitHint::Unknown => return None,
-        };
+        let (FitHint::Fits(has) | FitHint::Short(has) | FitHint::Unknown(has)) = fit(&ranked.hint);
+        *slot = has;
     }
     best
 }

@@ -463,9 +463,9 @@ pub fn open() -> Result<File> {
 
 /// Lists the providers.
 pub fn providers(fd: BorrowedFd<'_>) -> Result<Vec<abi::p2pmem_provider>> {
-    let mut rows = vec![abi::p2pmem_provider::default(); 16];
+    let mut rows = vec![abi::p2pmem_provider::default(); 64];
     let mut list = abi::p2pmem_list {
-        count: 16,
+        count: rows.len() as u32,
         ..Default::default()
     };
     sys::list(fd, &mut list, Memory::Slice(&mut rows))

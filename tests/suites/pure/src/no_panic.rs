@@ -81,7 +81,7 @@ pub fn entry_points(
     shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
     ranking::group(ranked.0);
     let fit = |hint: &u64| match (*hint, ranking::Capacity { free: *hint, largest: *hint }) {
-        (..9, _) => ranking::FitHint::Unknown,
+        (..9, has) => ranking::FitHint::Unknown(has),
         (9..99, has) => ranking::FitHint::Short(has),
         (_, has) => ranking::FitHint::Fits(has),
     };

@@ -44,6 +44,7 @@ impl Provider {
             size: self.size,
             free: self.free,
             largest: self.largest,
+            exact: true,
             paths: &self.paths,
             effect: self.effect,
         }

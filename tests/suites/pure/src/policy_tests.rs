@@ -620,7 +620,7 @@ proptest! {
                     effect.add(RuleOrigin::File, &own, &Applicable::ALL, &function_id(bus), &functions, &paths);
                 }
                 let free = free[usize::from(bus) - 1];
-                Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, paths: &paths, effect }
+                Candidate { id: u32::from(bus), live: true, start: 0, size: 8, free, largest: free, exact: true, paths: &paths, effect }
             }).collect()
         };
         let request = Request { size: 1, align: 1, clients: clients.len(), named: Named::Any, strategy, max_class: None };

@@ -476,10 +476,10 @@ struct Client {
     function: String,
 }
 
-/// The request of all decisions.
-fn near(clients: &[Client]) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
+/// A request of `size` bytes near all clients.
+fn near(clients: &[Client], size: u64) -> (abi::p2pmem_request, Vec<abi::p2pmem_pci_addr>) {
     let asked = abi::p2pmem_request {
-        size: PAGE,
+        size,
         nr_clients: clients.len() as u32,
         ..Default::default()
     };
@@ -514,12 +514,14 @@ enum Ask {
     Verdicts,
     /// `ALLOC` and `FREE` of a page.
     Take,
+    /// `ALLOC` and `FREE` of two pages.
+    TakeTwo,
 }
 
 impl Ask {
     fn once(&self, watch: &Watch, fd: BorrowedFd<'_>, clients: &[Client]) -> Result<u64> {
-        let (req, mut addresses) = near(clients);
-        if let Ask::Take = self {
+        let (req, mut addresses) = near(clients, if let Ask::TakeTwo = self { 2 * PAGE } else { PAGE });
+        if let Ask::Take | Ask::TakeTwo = self {
             let mut asked = abi::p2pmem_alloc {
                 req,
                 ..Default::default()
@@ -586,7 +588,7 @@ impl Ask {
                 nr_clients: clients.len() as u32,
                 ..Default::default()
             };
-            let (_, mut addresses) = near(clients);
+            let (_, mut addresses) = near(clients, PAGE);
             let (done, took) =
                 watch.time(|| sys::paths(fd, &mut paths, Memory::Slice(&mut addresses), Memory::Slice(&mut [])));
             done.map_err(errno).context("PATHS")?;
@@ -594,6 +596,33 @@ impl Ask {
         }
         Ok(least(&counts))
     }
+}
+
+/// Takes every second page of a provider, so that no two free pages are neighbors. The pages are free again when the file
+/// is closed.
+fn fragment(bed: &Bed, name: &str) -> Result<File> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let provider = bed.provider(name)?;
+    let mut taken = Vec::new();
+    for _ in 0..provider.free / PAGE {
+        let mut asked = request(PAGE);
+        asked.req.provider = provider.id;
+        sys::alloc(fd, &mut asked, Memory::Slice(&mut [])).map_err(errno)?;
+        taken.push(asked);
+    }
+    for page in taken.iter().filter(|page| page.bar_offset / PAGE % 2 == 0) {
+        free(fd, page.handle).map_err(errno)?;
+    }
+    all_clear(fd)?;
+    let left = bed.provider(name)?;
+    ensure!(
+        left.free == provider.free / 2 && left.largest == PAGE,
+        "{} bytes are free, at most {} in one piece",
+        left.free,
+        left.largest
+    );
+    Ok(file)
 }
 
 /// Rules of the administrator that apply to this program and deny nothing, each for another provider.
@@ -684,6 +713,13 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     }
     let verdicts = Ask::Verdicts.rounds(watch, fd, &one)?;
     let cold = Ask::Take.cold(watch, fd, &all)?;
+    // The last provider is below another root port than the client.
+    let nearest = [all[..1].to_vec()];
+    let before = Ask::TakeTwo.rounds(watch, fd, &nearest)?;
+    let pages = fragment(bed, &format!("mem{}", providers.len() - 1))?;
+    let fragmented = Ask::TakeTwo.rounds(watch, fd, &nearest)?;
+    drop(pages);
+    all_clear(fd)?;
     let mut ruled = Vec::new();
     for count in [1, RULES] {
         rules(&providers, count)?;
@@ -698,6 +734,10 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
         "alternating": alternating,
         "explain_verdicts": verdicts,
         "alloc_free_cold": cold,
+        "fragmented": {
+            "none": before,
+            "farthest": fragmented,
+        },
         "rules": ruled,
     }))
 }
