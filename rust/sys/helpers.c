@@ -82,11 +82,20 @@ static void await_gup_fast(void)
 	synchronize_rcu_expedited();
 }
 
-/* Freezes the count of a folio or page at 0, once only p2pmem's reference is left. */
+/*
+ * Freezes the count of a folio or page at 0, once only p2pmem's reference is left. The callers know that the former users are
+ * gone, so others refer to a page for a moment only, like a search through physical memory.
+ */
 static void freeze(struct page *page)
 {
-	while (!page_ref_freeze(page, 1))
+	unsigned int ms;
+
+	for (ms = 1; !page_ref_freeze(page, 1); ms++) {
 		msleep(1);
+		if (ms % 10000 == 0)
+			pr_warn("waiting for the last of %d references to page frame %lx\n", page_ref_count(page) - 1,
+				page_to_pfn(page));
+	}
 }
 
 /* Forms the folio of a block of single pages, unless somebody refers to one of them. */
@@ -428,6 +437,8 @@ void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 		 * VM_PFNMAP it must pin pages, which fails with EFAULT. The page table entries are special in both cases.
 		 */
 		vm_flags_set(vma, VM_MIXEDMAP | VM_IO | VM_DONTEXPAND | VM_DONTDUMP);
+	/* The encryption bit of AMD and Intel processors is for RAM. */
+	vma->vm_page_prot = pgprot_decrypted(vma->vm_page_prot);
 	vma->vm_page_prot = combine ? pgprot_writecombine(vma->vm_page_prot) : pgprot_noncached(vma->vm_page_prot);
 }
 
