@@ -82,42 +82,67 @@ impl Topology {
         Some((at, self.functions.get(at)?))
     }
 
+    /// Returns the verdict on a pair of host bridges, if it is known.
+    fn verdict(&self, hosts: (u64, u64)) -> Option<HostVerdict> {
+        self.verdicts.lock().iter().find(|(known, _)| *known == hosts).copied()
+    }
+
     /// Returns the index of a function. That of a function which is gone is outside of the table.
     pub(crate) fn index_of(&self, function: &Function) -> usize {
         index_of(&self.ports, &self.functions, &self.order, function).unwrap_or(usize::MAX)
     }
 
+    /// Returns a source of paths. Nearby calls of one source are cheap.
+    pub(crate) fn paths(&self) -> Paths<'_> {
+        Paths {
+            topology: self,
+            verdict: None,
+            distance: None,
+        }
+    }
+}
+
+/// A source of paths, which remembers what the last path needed: most paths of a snapshot need the same.
+pub(crate) struct Paths<'a> {
+    topology: &'a Topology,
+    verdict: Option<HostVerdict>,
+    /// Two NUMA nodes and the distance between them.
+    distance: Option<((i32, i32), u32)>,
+}
+
+impl Paths<'_> {
     /// Returns the path from a provider, whose function has the index `from`, to the function with the index `to`.
     ///
     /// May sleep. Errors: `ENOMEM`, `ENODEV` (the path takes the kernel's verdict, and the provider is being removed).
-    pub(crate) fn path(&self, provider: &Provider, from: usize, to: usize) -> Result<Path> {
-        let (Some(a), Some(b)) = (self.ports.get(from), self.ports.get(to)) else {
-            return Ok(classify(&self.ports, from, to, 0, || false));
+    pub(crate) fn path(&mut self, provider: &Provider, from: usize, to: usize) -> Result<Path> {
+        let ports = &self.topology.ports;
+        let (Some(a), Some(b)) = (ports.get(from), ports.get(to)) else {
+            return Ok(classify(ports, from, to, 0, || false));
         };
-        let pair = (a.host_bridge.min(b.host_bridge), a.host_bridge.max(b.host_bridge));
-        let numa_distance = pci::node_distance(a.numa_node, b.numa_node);
-        let known = || {
-            self.verdicts
-                .lock()
-                .iter()
-                .find(|(hosts, _)| *hosts == pair)
-                .map(|(_, forwards)| *forwards)
+        let hosts = (a.host_bridge.min(b.host_bridge), a.host_bridge.max(b.host_bridge));
+        let nodes = (a.numa_node, b.numa_node);
+        let numa_distance = match self.distance {
+            Some((known, distance)) if known == nodes => distance,
+            _ => pci::node_distance(nodes.0, nodes.1),
         };
-        let mut unknown = false;
-        let path = classify(&self.ports, from, to, numa_distance, || {
-            let forwards = known();
-            unknown = forwards.is_none();
-            forwards.unwrap_or(false)
+        self.distance = Some((nodes, numa_distance));
+        let mut verdict = self.verdict.filter(|(known, _)| *known == hosts);
+        let mut missing = false;
+        let path = classify(ports, from, to, numa_distance, || {
+            verdict = verdict.or_else(|| self.topology.verdict(hosts));
+            missing = verdict.is_none();
+            verdict.is_some_and(|(_, forwards)| forwards)
         });
-        if !unknown {
+        if !missing {
+            self.verdict = verdict.or(self.verdict);
             return Ok(path);
         }
         // The table has as many functions as ports.
-        let client = self.functions.get(to).ok_or(EINVAL)?;
+        let client = self.topology.functions.get(to).ok_or(EINVAL)?;
         let forwards = provider.is_reached_by(client)?;
         // Another task may have added the same verdict meanwhile.
-        self.verdicts.lock().push((pair, forwards), GFP_KERNEL)?;
-        Ok(classify(&self.ports, from, to, numa_distance, || forwards))
+        self.topology.verdicts.lock().push((hosts, forwards), GFP_KERNEL)?;
+        Ok(classify(ports, from, to, numa_distance, || forwards))
     }
 }
 
@@ -142,19 +167,19 @@ fn port(function: &Function, ports: &[Port], functions: &[Function], order: &[u3
         Some(bridge) => Some(index_of(ports, functions, order, &bridge)?),
     };
     let (domain, bus) = function.host_bridge();
-    Some(Port {
+    let port = Port {
         addr: function.address(),
         kind: PortKind::from_pcie_type(function.pcie_type(), function.is_bridge()),
         acs_redirect: function.acs_redirects(),
         // A virtual function's Link Status is reserved: take the physical function's.
         link: function.physical().link_status().map_or(0, link_bandwidth_of_status),
-        bridge,
-        depth: bridge.and_then(|at| ports.get(at)).map_or(0, |above| above.depth + 1),
         host_bridge: host_bridge_id(domain, bus),
         // On a machine with one NUMA node every function is on that node, even if the firmware names none.
         numa_node: match function.node() {
             -1 => pci::only_node(),
             node => node,
         },
-    })
+        ..Port::UNPLACED
+    };
+    Some(port.placed(ports.len(), bridge.and_then(|at| Some((at, ports.get(at)?)))))
 }

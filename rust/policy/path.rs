@@ -75,7 +75,7 @@ impl PortKind {
     }
 }
 
-/// One function in the table of all functions.
+/// One function in the table of all functions. [`Port::placed`] sets the fields that follow from the bridge above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Port {
     /// The function's address.
@@ -93,6 +93,10 @@ pub(crate) struct Port {
     pub(crate) bridge: Option<usize>,
     /// Number of bridges above.
     pub(crate) depth: u32,
+    /// Index of the highest bridge above, or of the function itself on a root bus.
+    pub(crate) root: usize,
+    /// The walk up to the root bus.
+    pub(crate) up: Walk,
     /// Identity of the host bridge, see [`host_bridge_id`].
     pub(crate) host_bridge: u64,
     /// NUMA node of the function, negative if unknown. On a machine with one online node the caller passes that node for
@@ -101,6 +105,37 @@ pub(crate) struct Port {
 }
 
 impl Port {
+    /// A function on a root bus, without the properties of any.
+    pub(crate) const UNPLACED: Self = Self {
+        addr: PciAddr {
+            domain: 0,
+            bus: 0,
+            devfn: 0,
+        },
+        kind: PortKind::Endpoint,
+        acs_redirect: false,
+        link: 0,
+        bridge: None,
+        depth: 0,
+        root: 0,
+        up: Walk::NONE,
+        host_bridge: 0,
+        numa_node: -1,
+    };
+
+    /// Returns the function as the element `at` of a table, below the bridge with that index and entry, if there is one.
+    pub(crate) fn placed(self, at: usize, bridge: Option<(usize, &Self)>) -> Self {
+        let mut up = bridge.map_or(Walk::NONE, |(_, bridge)| bridge.up);
+        up.pass(&self);
+        Self {
+            bridge: bridge.map(|(index, _)| index),
+            depth: bridge.map_or(0, |(_, bridge)| bridge.depth.saturating_add(1)),
+            root: bridge.map_or(at, |(_, bridge)| bridge.root),
+            up,
+            ..self
+        }
+    }
+
     /// Returns the bandwidth of the link above the function in MB/s, 0 if there is none or it is unknown.
     fn link_above(&self) -> u32 {
         match self.kind {
@@ -207,8 +242,8 @@ impl Path {
 }
 
 /// What a walk up the tree has passed.
-#[derive(Default)]
-struct Walk {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
     /// Whether the ACS control of a port redirects.
     acs_redirect: bool,
     /// Number of upstream ports and conventional bridges: each switch of a path has its one upstream port in it.
@@ -218,16 +253,29 @@ struct Walk {
 }
 
 impl Walk {
-    /// Goes from `port` to the bridge above it.
-    fn pass(&mut self, port: &Port) {
-        self.acs_redirect |= port.acs_redirect;
-        if matches!(port.kind, PortKind::Upstream | PortKind::Bridge) {
-            self.switches = self.switches.saturating_add(1);
-        }
-        self.bandwidth = match (self.bandwidth, port.link_above()) {
+    const NONE: Self = Self {
+        acs_redirect: false,
+        switches: 0,
+        bandwidth: 0,
+    };
+
+    /// Adds another walk.
+    fn add(&mut self, other: Self) {
+        self.acs_redirect |= other.acs_redirect;
+        self.switches = self.switches.saturating_add(other.switches);
+        self.bandwidth = match (self.bandwidth, other.bandwidth) {
             (0, link) | (link, 0) => link,
             (narrowest, link) => narrowest.min(link),
         };
+    }
+
+    /// Goes from `port` to the bridge above it.
+    fn pass(&mut self, port: &Port) {
+        self.add(Self {
+            acs_redirect: port.acs_redirect,
+            switches: u32::from(matches!(port.kind, PortKind::Upstream | PortKind::Bridge)),
+            bandwidth: port.link_above(),
+        });
     }
 }
 
@@ -236,6 +284,31 @@ fn above<'a>(ports: &'a [Port], at: usize, port: &Port) -> Option<(usize, &'a Po
     // Smaller indexes make every walk end, whatever the table is.
     let bridge = port.bridge.filter(|&bridge| bridge < at)?;
     Some((bridge, ports.get(bridge)?))
+}
+
+/// Walks up from two functions to the lowest common bridge, or to the root bus if there is none. Returns what both walks have passed,
+/// and the bridge.
+fn meet<'a>(
+    ports: &'a [Port],
+    mut one: (usize, &'a Port),
+    mut other: (usize, &'a Port),
+) -> (Walk, Option<(usize, &'a Port)>) {
+    let mut walk = Walk::NONE;
+    while one.0 != other.0 {
+        // The lower one goes up.
+        if one.1.depth < other.1.depth {
+            core::mem::swap(&mut one, &mut other);
+        }
+        walk.pass(one.1);
+        match above(ports, one.0, one.1) {
+            Some(bridge) => one = bridge,
+            None => {
+                walk.pass(other.1);
+                return (walk, None);
+            }
+        }
+    }
+    (walk, Some(one))
 }
 
 /// Returns whether two functions, `up_a` and `up_b` steps below `bridge`, belong to one device.
@@ -266,28 +339,17 @@ pub(crate) fn classify(
     let (Some(a), Some(b)) = (ports.get(provider), ports.get(client)) else {
         return Path::NONE;
     };
-    let mut walk = Walk::default();
-    let mut hops: u32 = 0;
-    // The lower one goes up until both meet, or one of them is past a root bus.
-    let (mut one, mut other) = ((provider, a), (client, b));
-    let common = loop {
-        if one.0 == other.0 {
-            break Some(one);
-        }
-        if one.1.depth < other.1.depth {
-            core::mem::swap(&mut one, &mut other);
-        }
-        walk.pass(one.1);
-        hops = hops.saturating_add(1);
-        match above(ports, one.0, one.1) {
-            Some(bridge) => one = bridge,
-            None => {
-                // Both are on root buses.
-                walk.pass(other.1);
-                hops = hops.saturating_add(1);
-                break None;
-            }
-        }
+    // Both walks up to the root complex.
+    let mut whole = a.up;
+    whole.add(b.up);
+    let (walk, common) = match a.root == b.root {
+        true => meet(ports, (provider, a), (client, b)),
+        false => (whole, None),
+    };
+    let top = common.map_or(0, |(_, bridge)| bridge.depth);
+    let hops = match common {
+        Some(_) => a.depth.saturating_sub(top).saturating_add(b.depth.saturating_sub(top)),
+        None => a.depth.saturating_add(b.depth).saturating_add(2),
     };
 
     // As in the kernel, the common bridge's own ACS control counts: a port that redirects does not turn peer traffic from
@@ -323,13 +385,6 @@ pub(crate) fn classify(
         None => PathClass::System,
     };
 
-    // Traffic that turns around in the root complex also crosses the links above the common bridge.
-    let mut up = common.filter(|_| class_below.is_none());
-    while let Some((at, port)) = up {
-        walk.pass(port);
-        up = above(ports, at, port);
-    }
-
     // If one function is above the other, or both are the same, the bridge above that function is the lowest bridge above
     // both.
     let lowest = match common {
@@ -344,7 +399,9 @@ pub(crate) fn classify(
         bus_addr: class_below.is_some(),
         bandwidth: match class_below {
             Some(PathClass::SameDevice) => 0,
-            _ => walk.bandwidth,
+            Some(_) => walk.bandwidth,
+            // Traffic that turns around in the root complex also crosses the links above the common bridge.
+            None => whole.bandwidth,
         },
         numa_distance,
         bridge: lowest.map(|(_, port)| port.addr),
@@ -387,30 +444,17 @@ mod tests {
     use super::*;
 
     const PORT: Port = Port {
-        addr: PciAddr {
-            domain: 0,
-            bus: 0,
-            devfn: 0,
-        },
         kind: PortKind::RootPort,
-        acs_redirect: false,
-        link: 0,
-        bridge: None,
-        depth: 0,
-        host_bridge: 0,
         numa_node: 0,
+        ..Port::UNPLACED
     };
 
-    /// A function below the bridge of that index, which is `depth` - 1 bridges below the root bus.
-    fn below(bridge: usize, depth: u32, (bus, devfn): (u8, u8), kind: PortKind, link: u32) -> Port {
+    fn function((bus, devfn): (u8, u8), kind: PortKind, link: u32) -> Port {
         let addr = PciAddr { domain: 0, bus, devfn };
-        let bridge = Some(bridge);
         Port {
             addr,
             kind,
             link,
-            bridge,
-            depth,
             ..PORT
         }
     }
@@ -419,10 +463,12 @@ mod tests {
     fn functions_of_one_device_share_slot_on_bus_with_slots() {
         let classes = |above: PortKind| {
             [(0, 5, 0x81), (0, 5, 0x88), (0, 6, 0x81), (1, 5, 0x81)].map(|(domain, bus, devfn)| {
-                let mut other = below(0, 1, (bus, devfn), PortKind::Endpoint, 0);
+                let mut other = function((bus, devfn), PortKind::Endpoint, 0);
                 other.addr.domain = domain;
-                let one = below(0, 1, (5, 0x80), PortKind::Endpoint, 0);
-                classify(&[Port { kind: above, ..PORT }, one, other], 1, 2, 10, || true).class
+                let one = function((5, 0x80), PortKind::Endpoint, 0);
+                let bridge = Port { kind: above, ..PORT }.placed(0, None);
+                let below = |port: Port, at| port.placed(at, Some((0, &bridge)));
+                classify(&[bridge, below(one, 1), below(other, 2)], 1, 2, 10, || true).class
             })
         };
         let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
@@ -520,18 +566,23 @@ mod tests {
             numa_node: 1,
             ..port
         };
-        let ports = [
-            PORT,
-            below(0, 1, (1, 0), PortKind::Upstream, 2_000),
-            below(1, 2, (2, 0x00), PortKind::Downstream, 0),
-            below(1, 2, (2, 0x08), PortKind::Downstream, 0),
-            below(2, 3, (3, 0), PortKind::Endpoint, 16_000),
-            below(3, 3, (4, 0), PortKind::Endpoint, 15_000),
-            PORT,
-            below(6, 1, (5, 0), PortKind::Endpoint, 8_000),
-            far(PORT),
-            far(below(8, 1, (0x81, 0), PortKind::Endpoint, 4_000)),
+        // Each function with the index of the bridge above.
+        let functions = [
+            (None, PORT),
+            (Some(0), function((1, 0), PortKind::Upstream, 2_000)),
+            (Some(1), function((2, 0x00), PortKind::Downstream, 0)),
+            (Some(1), function((2, 0x08), PortKind::Downstream, 0)),
+            (Some(2), function((3, 0), PortKind::Endpoint, 16_000)),
+            (Some(3), function((4, 0), PortKind::Endpoint, 15_000)),
+            (None, PORT),
+            (Some(6), function((5, 0), PortKind::Endpoint, 8_000)),
+            (None, far(PORT)),
+            (Some(8), far(function((0x81, 0), PortKind::Endpoint, 4_000))),
         ];
+        let mut ports = [PORT; 10];
+        for (at, (bridge, port)) in functions.into_iter().enumerate() {
+            ports[at] = port.placed(at, bridge.map(|bridge| (bridge, &ports[bridge])));
+        }
         let (a, b, c, d) = (4, 5, 7, 9);
         for (one, other, class, hops, bandwidth) in [
             (a, a, PathClass::SameDevice, 0, 0),

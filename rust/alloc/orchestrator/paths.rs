@@ -92,10 +92,11 @@ impl Orchestrator {
             let providers = self.providers()?;
             // Ordered by provider and then by client.
             let mut paths = KVec::with_capacity(providers.len() * clients.len(), GFP_KERNEL_ACCOUNT)?;
+            let mut source = topology.paths();
             for provider in &providers {
                 let from = topology.index_of(provider.function());
                 for &to in &indexes {
-                    paths.push(topology.path(provider, from, to)?, GFP_KERNEL_ACCOUNT)?;
+                    paths.push(source.path(provider, from, to)?, GFP_KERNEL_ACCOUNT)?;
                 }
             }
             Ok(TopologySnapshot::new(generation, names, clients, providers, paths)?)
@@ -106,7 +107,7 @@ impl Orchestrator {
     /// Returns the path from a provider to a client. Errors: `ENOMEM`.
     pub(crate) fn path(&self, provider: &Provider, client: &Function) -> Result<Path> {
         let topology = self.topology()?;
-        topology.path(
+        topology.paths().path(
             provider,
             topology.index_of(provider.function()),
             topology.index_of(client),

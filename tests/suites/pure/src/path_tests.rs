@@ -262,17 +262,17 @@ proptest! {
         prop_assert_eq!(path.bus_addr, !asked);
     }
 
-    /// Tables that no machine has (bridges that are no bridges, wrong depths, any kinds in any order) give an answer.
+    /// Tables that no machine has (bridges that are no bridges, any kinds in any order, a place that is wrong) give an answer.
     #[test]
     fn arbitrary_tables_are_classified(
-        raw in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>(), prop::option::of(0usize..40), 0u32..8), 0..40),
+        raw in prop::collection::vec((0u8..6, 0u8..5, any::<bool>(), any::<u32>(), prop::option::of(0usize..40), 0usize..40), 0..40),
         a in 0usize..40,
         b in 0usize..40,
         forwards: bool,
     ) {
-        let ports: Vec<Port> = raw
-            .into_iter()
-            .map(|(bus, kind, acs_redirect, link, bridge, depth)| Port {
+        let mut ports = Vec::<Port>::new();
+        for (bus, kind, acs_redirect, link, bridge, at) in raw {
+            let port = Port {
                 addr: PciAddr { domain: 0, bus, devfn: 0 },
                 kind: [
                     PortKind::Endpoint,
@@ -283,12 +283,10 @@ proptest! {
                 ][usize::from(kind)],
                 acs_redirect,
                 link,
-                bridge,
-                depth,
-                host_bridge: 0,
-                numa_node: 0,
-            })
-            .collect();
+                ..Port::UNPLACED
+            };
+            ports.push(port.placed(at, bridge.and_then(|bridge| Some((bridge, ports.get(bridge)?)))));
+        }
         let path = classify(&ports, a, b, u32::MAX, || forwards);
         prop_assert!(path.hops as usize <= 2 * ports.len());
         prop_assert!(path.class != PathClass::Unreachable || !path.bus_addr);

@@ -388,17 +388,20 @@ impl Tree {
 
     /// Returns all functions, as the module collects them. The index of a function is its [`NodeId`].
     pub(crate) fn ports(&self) -> Vec<Port> {
-        let port = |(id, node): (NodeId, &Node)| Port {
-            addr: node.addr,
-            kind: node.kind,
-            acs_redirect: node.acs,
-            link: node.link_status,
-            bridge: node.parent,
-            depth: u32::try_from(self.ancestors(id).len()).unwrap(),
-            host_bridge: host_bridge_id(self.domains[node.host], self.root_buses[node.host]),
-            numa_node: self.hosts[node.host].numa,
-        };
-        self.nodes.iter().enumerate().map(port).collect()
+        let mut ports = Vec::<Port>::new();
+        for node in &self.nodes {
+            let port = Port {
+                addr: node.addr,
+                kind: node.kind,
+                acs_redirect: node.acs,
+                link: node.link_status,
+                host_bridge: host_bridge_id(self.domains[node.host], self.root_buses[node.host]),
+                numa_node: self.hosts[node.host].numa,
+                ..Port::UNPLACED
+            };
+            ports.push(port.placed(ports.len(), node.parent.map(|parent| (parent, &ports[parent]))));
+        }
+        ports
     }
 
     /// Returns whether both root complexes forward peer traffic.
