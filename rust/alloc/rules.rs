@@ -7,10 +7,11 @@
 //! [`Charge`](crate::mem::traits::Charge) for each buffer, whose drop gives the bytes back.
 //!
 //! When the rules change, all live buffers are charged again, under the new rules. No buffer loses its memory by that:
-//! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`.
+//! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`. While no rule depends on byte
+//! counts, nothing is counted.
 //!
-//! Context: process context, may sleep. `Rules::state` is a mutex; no lock of p2pmem is taken while it is held, but memory
-//! is allocated.
+//! Context: process context, may sleep. `Rules::state` is a mutex, for which every allocation waits; no lock of p2pmem is taken
+//! while it is held. Only changes of rules allocate memory with it held.
 
 use crate::{
     ext::{
@@ -53,7 +54,7 @@ use core::fmt::Write as _;
 use kernel::{
     new_mutex,
     prelude::*,
-    rbtree::RBTree,
+    rbtree::{RBTree, RBTreeNodeReservation},
     sync::{
         atomic::{AtomicFlag, Relaxed},
         Arc, Mutex,
@@ -69,17 +70,33 @@ pub(crate) struct RuleSet {
     limiting: Applicable,
     /// Whether any rule reserves memory.
     reserves: bool,
+    /// Whether any rule depends on byte counts.
+    counts: bool,
+    /// For a file's own rules that depend on byte counts.
+    _counting: Option<Counting>,
 }
 
 impl RuleSet {
-    /// Creates a rule set. `rules` are in the order of evaluation. Errors: `ENOMEM`.
-    pub(crate) fn new(rules: KVec<Rule>) -> Result<Arc<Self>> {
+    /// Creates a file's own rule set, whose byte counts are those of `ledger`. `rules` are in the order of evaluation. Errors:
+    /// `ENOMEM`.
+    pub(crate) fn of_file(rules: KVec<Rule>, ledger: &Arc<Rules>) -> Result<Arc<Self>> {
+        let counting = match rules.iter().any(Rule::counts) {
+            true => Some(ledger.count()?),
+            false => None,
+        };
+        Self::new(rules, counting)
+    }
+
+    fn new(rules: KVec<Rule>, counting: Option<Counting>) -> Result<Arc<Self>> {
         let limiting = Applicable::of(&rules, Rule::limits_holders);
         let reserves = rules.iter().any(|rule| rule.reserve.is_some());
+        let counts = rules.iter().any(Rule::counts);
         let rule_set = Self {
             rules,
             limiting,
             reserves,
+            counts,
+            _counting: counting,
         };
         Ok(Arc::new(rule_set, GFP_KERNEL_ACCOUNT)?)
     }
@@ -108,6 +125,44 @@ impl quota::Store for ByteCounts {
             self.0.try_create_and_insert(key, bytes, GFP_KERNEL_ACCOUNT)?;
         }
         Ok(())
+    }
+}
+
+/// Byte counts, and memory for new keys. A key for which there is no memory cannot be set.
+struct Prepared<'a> {
+    counts: &'a mut ByteCounts,
+    spare: &'a mut KVec<RBTreeNodeReservation<ChargeKey, u64>>,
+}
+
+impl quota::Store for Prepared<'_> {
+    type Error = ();
+
+    fn used(&self, key: ChargeKey) -> u64 {
+        self.counts.used(key)
+    }
+
+    fn set(&mut self, key: ChargeKey, bytes: u64) -> core::result::Result<(), ()> {
+        if bytes == 0 {
+            self.counts.0.remove(&key);
+        } else if let Some(used) = self.counts.0.get_mut(&key) {
+            *used = bytes;
+        } else {
+            self.counts.0.insert(self.spare.pop().ok_or(())?.into_node(key, bytes));
+        }
+        Ok(())
+    }
+}
+
+/// Byte counts are kept as long as one of these exists.
+struct Counting(Arc<Rules>);
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        let mut state = self.0.state.lock();
+        state.counting -= 1;
+        let old = state.stop_counting();
+        drop(state);
+        drop(old);
     }
 }
 
@@ -146,7 +201,7 @@ struct ChargeRecord {
     provider_key: ProviderKey,
     file: u64,
     bytes: u64,
-    /// `Some` until the charge is returned.
+    /// What is charged, if bytes were counted when the buffer was charged. Meaningless after counting stopped.
     charged: Option<Charged>,
     /// The charge under the next rules, while [`State::enforce`] computes it.
     anew: Option<Charged>,
@@ -155,7 +210,10 @@ struct ChargeRecord {
 /// Everything that `Rules::state` protects.
 struct State {
     rule_set: Arc<RuleSet>,
+    /// Empty while nothing is counted.
     counts: ByteCounts,
+    /// Number of [`Counting`]s.
+    counting: u64,
     /// Charges by their numbers with reversed bits. Ascending keys would make the tree twice as deep as necessary.
     charges: RBTree<u64, ChargeRecord>,
     next_charge: u64,
@@ -189,12 +247,13 @@ impl Ledger for Rules {
 impl Rules {
     /// Creates the ledger without any rule. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
-        let rule_set = RuleSet::new(KVec::new())?;
+        let rule_set = RuleSet::new(KVec::new(), None)?;
         Arc::pin_init(
             pin_init!(Self {
                 state <- new_mutex!(State {
                     rule_set,
                     counts: ByteCounts(RBTree::new()),
+                    counting: 0,
                     charges: RBTree::new(),
                     next_charge: 1,
                     next_rule: 1,
@@ -222,6 +281,18 @@ impl Rules {
         state.enforce(rule_set)?;
         self.some.store(some, Relaxed);
         Ok(())
+    }
+
+    /// Counts the bytes of all buffers, until the result is dropped. Errors: `ENOMEM`.
+    fn count(self: &Arc<Self>) -> Result<Counting> {
+        let mut state = self.state.lock();
+        if !state.counts() {
+            let rule_set = state.rule_set.clone();
+            state.count_all(&rule_set)?;
+        }
+        state.counting += 1;
+        drop(state);
+        Ok(Counting(self.clone()))
     }
 
     /// Puts `rule` into force, instead of rule `old` if that is in force. Returns the id of the new rule.
@@ -252,7 +323,7 @@ impl Rules {
                 rule::MAX_RULES
             ));
         }
-        self.enforce(&mut state, RuleSet::new(rules)?)?;
+        self.enforce(&mut state, RuleSet::new(rules, None)?)?;
         state.ended = ended;
         state.next_rule += 1;
         Ok(id)
@@ -268,7 +339,7 @@ impl Rules {
         for rule in state.rule_set.rules.iter().filter(stays) {
             rules.push(*rule, GFP_KERNEL)?;
         }
-        self.enforce(&mut state, RuleSet::new(rules)?)?;
+        self.enforce(&mut state, RuleSet::new(rules, None)?)?;
         state.ended.clear();
         Ok(())
     }
@@ -395,15 +466,35 @@ impl ChargeSets {
 }
 
 impl State {
+    /// Returns whether bytes are counted.
+    fn counts(&self) -> bool {
+        self.rule_set.counts || self.counting > 0
+    }
+
+    /// Forgets the byte counts if nothing depends on them any more. Returns them, to be dropped without the lock.
+    fn stop_counting(&mut self) -> Option<ByteCounts> {
+        (!self.counts()).then(|| core::mem::replace(&mut self.counts, ByteCounts(RBTree::new())))
+    }
+
     /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
+    fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
+        if rule_set.counts || self.counting > 0 {
+            self.count_all(&rule_set)?;
+        }
+        self.rule_set = rule_set;
+        drop(self.stop_counting());
+        Ok(())
+    }
+
+    /// Charges all buffers again, under `rule_set`. Errors: `ENOMEM`; nothing has changed then.
     ///
     /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
     /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.
-    fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
+    fn count_all(&mut self, rule_set: &RuleSet) -> Result {
         let mut counts = ByteCounts(RBTree::new());
         let mut charge_sets = ChargeSets::new()?;
         let charged = self.charges.values_mut().try_for_each(|record| {
-            let charge_set = charge_sets.of(&rule_set, record);
+            let charge_set = charge_sets.of(rule_set, record);
             record.anew = Some(charge_unlimited(&mut counts, &charge_set, record.bytes)?);
             Ok::<(), Error>(())
         });
@@ -417,7 +508,6 @@ impl State {
             record.charged = record.anew.take();
         }
         self.counts = counts;
-        self.rule_set = rule_set;
         Ok(())
     }
 }

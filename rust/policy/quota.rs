@@ -57,12 +57,9 @@ struct Entry {
     limit: Option<(u64, RuleRef)>,
 }
 
-/// Number of entries of a charge set: user, group, file, provider, reserve.
-const ENTRIES: usize = 5;
-
 /// The keys that a buffer is charged to, with their limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ChargeSet([Option<Entry>; ENTRIES]);
+pub(crate) struct ChargeSet([Option<Entry>; Self::KEYS]);
 
 /// The user and file of a request, and the rules for them.
 pub(crate) struct Requester<'a> {
@@ -107,6 +104,9 @@ pub(crate) fn reserved_for_others(
 }
 
 impl ChargeSet {
+    /// The most keys of a charge set: user, group, file, provider, reserve.
+    pub(crate) const KEYS: usize = 5;
+
     /// Returns the charge set of a buffer of `requester` in `charge_target`. Only the limit on the provider depends on
     /// counts of `store`.
     pub(crate) fn of(store: &impl Store, requester: &Requester<'_>, charge_target: &ChargeTarget<'_>) -> Self {
@@ -201,7 +201,7 @@ pub(crate) enum ChargeError<E> {
 /// The charge of one buffer.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Charged {
-    keys: [Option<ChargeKey>; ENTRIES],
+    keys: [Option<ChargeKey>; ChargeSet::KEYS],
     bytes: u64,
 }
 
@@ -225,7 +225,7 @@ pub(crate) fn charge_unlimited<S: Store>(
     bytes: u64,
 ) -> Result<Charged, S::Error> {
     let mut charged = Charged {
-        keys: [None; ENTRIES],
+        keys: [None; ChargeSet::KEYS],
         bytes,
     };
     if bytes == 0 {

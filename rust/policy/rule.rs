@@ -309,7 +309,8 @@ impl Rule {
         }
     }
 
-    fn counts(&self) -> bool {
+    /// Returns whether the rule depends on byte counts.
+    pub(crate) fn counts(&self) -> bool {
         self.limits_holders() || self.reserve.is_some()
     }
 

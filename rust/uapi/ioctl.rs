@@ -574,7 +574,7 @@ impl File {
     fn set_rules(&self, arg: &mut abi::Rules) -> Answer {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
-        self.replace_rules(file_rules::read(arg)?);
+        self.replace_rules(file_rules::read(arg, self.orchestrator.rules())?);
         Ok(())
     }
 

@@ -8,6 +8,7 @@
 use crate::{
     alloc::rules::{
         ChargeRecord,
+        Prepared,
         ProviderKey,
         RuleSet,
         Rules, //
@@ -270,26 +271,38 @@ impl<'a> RuleCheck<'a> {
             charged: None,
             anew: None,
         };
-        // Allocates before taking the lock.
+        // All memory is allocated without the lock.
         let reservation = RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
-        let mut state = self.rules.state.lock();
-        if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
-            return Err(NotCharged::Stale);
-        }
-        let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
-        let charged = charge(&mut state.counts, &charge_set, size).map_err(|e| match e {
-            quota::ChargeError::Broken(broken) => NotCharged::Broken(broken),
-            quota::ChargeError::Store(e) => NotCharged::Error(e),
-        })?;
+        let mut spare = KVec::new();
+        let (mut state, charged) = loop {
+            let mut state = self.rules.state.lock();
+            if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
+                return Err(NotCharged::Stale);
+            }
+            if !state.counts() {
+                break (state, None);
+            }
+            let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
+            let mut counts = Prepared {
+                counts: &mut state.counts,
+                spare: &mut spare,
+            };
+            match charge(&mut counts, &charge_set, size) {
+                Ok(charged) => break (state, Some(charged)),
+                Err(quota::ChargeError::Broken(broken)) => return Err(NotCharged::Broken(broken)),
+                // There are keys without bytes. The next attempt has memory for all keys.
+                Err(quota::ChargeError::Store(())) => drop(state),
+            }
+            while spare.len() < ChargeSet::KEYS {
+                let node = RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
+                spare
+                    .push(node, GFP_KERNEL_ACCOUNT)
+                    .map_err(|e| NotCharged::Error(e.into()))?;
+            }
+        };
         let id = state.next_charge.reverse_bits();
         state.next_charge += 1;
-        let node: RBTreeNode<u64, ChargeRecord> = reservation.into_node(
-            id,
-            ChargeRecord {
-                charged: Some(charged),
-                ..record
-            },
-        );
+        let node: RBTreeNode<u64, ChargeRecord> = reservation.into_node(id, ChargeRecord { charged, ..record });
         state.charges.insert(node);
         drop(state);
         Ok(Charge::new(self.rules.clone(), id, held))
