@@ -20,8 +20,8 @@
 //!
 //! Context: process context, may sleep, with none of the module's locks held. Unbinding a driver,
 //! `p2pmem_unregister_provider()`, a reset and unloading the module run the removal in the caller. `0` written to `enable`,
-//! `rmdir` of the directory, and sleep run it on the module's workqueue ([`Orchestrator::begin_retire`]), so that a caller
-//! that waits can be killed or give up.
+//! `rmdir` of the directory, sleep, and an error of the device run it on the module's workqueue ([`Orchestrator::begin`]), so that
+//! a caller that waits can be killed or give up, and changes of the PCI bus do not wait for the removal.
 
 use crate::{
     alloc::orchestrator::{
@@ -30,6 +30,7 @@ use crate::{
     },
     ext::{
         abi::consts,
+        driver,
         log,
         pci::Function,
         refusal::Text,
@@ -78,6 +79,8 @@ struct Removal {
 /// A work item that runs a removal on the module's workqueue.
 #[pin_data]
 struct RemovalWork {
+    function: Function,
+    orchestrator: Arc<Orchestrator>,
     #[pin]
     removal: Mutex<Option<Removal>>,
     #[pin]
@@ -93,6 +96,7 @@ impl WorkItem for RemovalWork {
 
     fn run(this: Arc<Self>) {
         this.finish();
+        driver::recover(&this.function, || this.orchestrator.release_lost(&this.function, true));
     }
 }
 
@@ -107,7 +111,7 @@ impl RemovalWork {
 }
 
 impl Orchestrator {
-    /// Begins to remove the provider of `function` and queues the rest on the module's workqueue. If the queue takes no
+    /// Begins to remove the provider of `function`, and queues the rest on the module's workqueue. If the queue takes no
     /// work, the removal runs in the caller.
     ///
     /// Returns the provider, for the caller to wait with [`Provider::await_end_for`] or [`Provider::await_end_killable`],
@@ -116,13 +120,15 @@ impl Orchestrator {
     /// Context: process context, may sleep.
     ///
     /// Errors: `ENOMEM`; the provider then stays as it was.
-    pub(crate) fn begin_retire(self: &Arc<Self>, function: &Function) -> Result<Option<Arc<Provider>>> {
+    pub(crate) fn begin(self: &Arc<Self>, function: &Function, kind: RemovalKind) -> Result<Option<Arc<Provider>>> {
         let Some(provider) = self.find(function) else {
             return Ok(None);
         };
         // Allocates before step 1: nothing after `stop` may fail.
         let work = Arc::pin_init(
             pin_init!(RemovalWork {
+                function: function.clone(),
+                orchestrator: self.clone(),
                 removal <- new_mutex!(None),
                 work <- new_work!("p2pmem_removal"),
             }),
@@ -133,7 +139,7 @@ impl Orchestrator {
                 orchestrator: self.clone(),
                 provider: provider.clone(),
                 stopped,
-                kind: RemovalKind::Retire,
+                kind,
             });
             if !workqueue::enqueue(work.clone()) {
                 work.finish();
@@ -165,24 +171,33 @@ impl Orchestrator {
         }
     }
 
-    /// Removes the provider of `function`, if there is one, because its memory loses its contents, and logs `why`. On
+    /// Removes the provider of `function`, if there is one, because its memory will lose its contents, and logs `why`. On
     /// return nobody can reach the memory through p2pmem.
     ///
-    /// An own provider's device stays bound and its pool stays with it, so the memory has to be cleared before it goes back
-    /// to the pool: at once if the device `answers`, else when the device has recovered ([`Self::release_lost`]).
+    /// An own provider's device stays bound and its pool stays with it, so the memory is cleared before it goes back to the pool.
     ///
     /// Context: as for [`Self::remove`].
-    pub(crate) fn remove_before_reset(self: &Arc<Self>, function: &Function, why: &CStr, answers: bool) {
+    pub(crate) fn remove_before_reset(self: &Arc<Self>, function: &Function, why: &CStr) {
         if let Some(provider) = self.find(function) {
             dev_notice!(provider.function().device(), "p2pmem: removing the provider: {}\n", why);
-            self.remove(
-                function,
-                if answers {
-                    RemovalKind::Retire
-                } else {
-                    RemovalKind::Lost
-                },
-            );
+            self.remove(function, RemovalKind::Retire);
+        }
+    }
+
+    /// Begins to remove the provider of `function`, if there is one, because its memory is lost, and logs `why`. The memory is
+    /// cleared and goes back to the pool when the removal has ended and the device works again ([`Self::release_lost`]).
+    ///
+    /// Context: process context, may sleep. Without memory for the removal's work item, as for [`Self::remove`].
+    pub(crate) fn begin_lost(self: &Arc<Self>, function: &Function, why: &CStr) {
+        let Some(provider) = self.find(function) else {
+            return;
+        };
+        if provider.is_being_removed() {
+            return;
+        }
+        dev_notice!(provider.function().device(), "p2pmem: removing the provider: {}\n", why);
+        if self.begin(function, RemovalKind::Lost).is_err() {
+            self.remove(function, RemovalKind::Lost);
         }
     }
 
@@ -229,7 +244,7 @@ impl Orchestrator {
                 provider.function().device(),
                 "p2pmem: removing the provider: the machine is about to sleep\n"
             );
-            self.begin_retire(provider.function())?;
+            self.begin(provider.function(), RemovalKind::Retire)?;
             if !provider.await_end_for(SUSPEND_TIMEOUT_MS) {
                 dev_warn!(
                     provider.function().device(),

@@ -55,12 +55,17 @@ pub(crate) trait Hooks: Send + Sync + 'static {
     ///
     /// The provider must be removed before this returns. The driver waits for its windows afterwards.
     fn unbinding(function: &Function);
-    /// The device is about to be reset or has failed, so its memory's contents are or will be lost.
+    /// The device is about to be reset, so its memory's contents will be lost. It can still be written. The provider must be removed
+    /// before this returns.
     ///
-    /// `why` is a clause that names the cause for the log, and `answers` is true while the memory can still be written. The
-    /// device stays bound, and its pool is not published any more.
-    fn losing(function: &Function, why: &CStr, answers: bool);
-    /// The device works again after a reset. Memory that it lost before ([`Self::losing`] with `answers` false) can be cleared.
+    /// `why` is a clause that names the cause for the log. The device stays bound, and its pool is not published any more.
+    fn losing(function: &Function, why: &CStr);
+    /// The device's memory is lost. As [`Self::losing`], but the memory cannot be written, and the provider's removal only begins: the
+    /// caller holds `pci_bus_sem`, for which every change of the bus waits. [`recover`] must be called when the removal has ended.
+    fn lost(function: &Function, why: &CStr);
+    /// Whether the device is a provider, also one that is being removed.
+    fn is_provided(function: &Function) -> bool;
+    /// The device works again. Its lost memory can be cleared.
     fn recovered(function: &Function);
 }
 
@@ -74,6 +79,8 @@ enum State {
     Ready,
     /// The device is bound, and a reset has begun.
     Resetting,
+    /// The device is bound and works again after an error, but the removal of its provider has not ended.
+    Answering,
     /// The device is bound. It reported an error, or its memory did not answer after a reset.
     Failed,
     /// The device is not bound to the driver, but may still use mappings from when it was.
@@ -128,6 +135,24 @@ fn with_entry(device: *mut bindings::pci_dev, f: impl FnOnce(&mut Entry)) {
 /// Sets what a bound device is ready for.
 fn set_state(device: *mut bindings::pci_dev, state: State) {
     with_entry(device, |entry| entry.state = state);
+}
+
+/// Lets the memory of a device that works again after an error be published again, now that the removal of its provider has ended.
+/// Calls `clear` before, if the device answers. Does nothing for other devices. May sleep; the caller does not have the device
+/// locked.
+pub(crate) fn recover(function: &Function, clear: impl FnOnce()) {
+    function.while_bound(|_| {
+        let mut waits = false;
+        with_entry(function.as_raw(), |entry| waits = entry.state == State::Answering);
+        if !waits {
+            return;
+        }
+        let answers = function.has_memory_space();
+        if answers {
+            clear();
+        }
+        set_state(function.as_raw(), if answers { State::Ready } else { State::Failed });
+    });
 }
 
 /// Forgets a device that is not bound, or is being unbound.
@@ -210,7 +235,8 @@ impl<H: Hooks> Driver<H> {
         // First: what is published from here on would not be removed.
         set_state(device, State::Resetting);
         // SAFETY: The caller guarantees a bound device.
-        unsafe { Self::remove_before_reset(device, c"the device is about to be reset", true) };
+        let function = unsafe { Self::withdraw(device) };
+        H::losing(&function, c"the device is about to be reset");
     }
 
     /// `reset_done` of `struct pci_error_handlers`. The PCI core calls it also if the reset failed, so the device may still use
@@ -232,25 +258,31 @@ impl<H: Hooks> Driver<H> {
     unsafe fn ready_again(device: *mut bindings::pci_dev) -> bool {
         // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        let answers = function.has_memory_space();
-        if answers {
-            H::recovered(&function);
+        if !function.has_memory_space() {
+            set_state(device, State::Failed);
+            return false;
         }
-        set_state(device, if answers { State::Ready } else { State::Failed });
-        answers
+        // The removal ends after it took the provider off the list, and `recover()` waits for the device lock.
+        let state = if H::is_provided(&function) {
+            State::Answering
+        } else {
+            H::recovered(&function);
+            State::Ready
+        };
+        set_state(device, state);
+        true
     }
 
-    /// Withdraws the device's pool and reports the device as lost.
+    /// Withdraws the device's pool. Returns the function.
     ///
     /// # Safety
     ///
     /// `device` must be bound to the driver during the call.
-    unsafe fn remove_before_reset(device: *mut bindings::pci_dev, why: &CStr, answers: bool) {
-        // SAFETY: The caller guarantees a bound device, which is valid and not null.
-        let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
+    unsafe fn withdraw(device: *mut bindings::pci_dev) -> Function {
         // SAFETY: The device is valid. The call only clears a flag if the device has p2pdma data.
         unsafe { bindings::pci_p2pmem_publish(device, false) };
-        H::losing(&function, why, answers);
+        // SAFETY: The caller guarantees a bound device, which is valid and not null.
+        unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) }
     }
 
     /// `error_detected` of `struct pci_error_handlers`.
@@ -276,7 +308,8 @@ impl<H: Hooks> Driver<H> {
         };
         set_state(device, State::Failed);
         // SAFETY: The caller guarantees a bound device.
-        unsafe { Self::remove_before_reset(device, why, false) };
+        let function = unsafe { Self::withdraw(device) };
+        H::lost(&function, why);
         answer
     }
 
@@ -290,6 +323,10 @@ impl<H: Hooks> Driver<H> {
         unsafe { bindings::pci_restore_state(device) };
         // The PCI core calls only after it has reset the link.
         with_entry(device, |entry| entry.master.was_reset());
+        // Another device below the port may have requested the reset after an error that left this device's memory intact.
+        // SAFETY: The caller guarantees a bound device.
+        let function = unsafe { Self::withdraw(device) };
+        H::lost(&function, c"the device was reset with others below its port");
         // SAFETY: The caller guarantees a bound device.
         match unsafe { Self::ready_again(device) } {
             true => bindings::pci_ers_result_PCI_ERS_RESULT_RECOVERED,
@@ -408,7 +445,7 @@ impl<'a> Published<'a> {
     pub(crate) fn unready(&self) -> Option<&'static str> {
         match self.state {
             State::Ready => None,
-            State::Resetting => Some("is being reset"),
+            State::Resetting | State::Answering => Some("is being reset"),
             State::Failed | State::Unbound => Some("has failed, and no reset has made its memory answer"),
         }
     }

@@ -34,7 +34,10 @@ use crate::{
     },
     mem::{
         buffer::Provider,
-        provider::ProviderConfig, //
+        provider::{
+            removal::RemovalKind,
+            ProviderConfig, //
+        }, //
     },
     policy::path::PciAddr, //
 };
@@ -84,7 +87,7 @@ impl Orchestrator {
             function
         });
         let function = function.ok_or_else(|| refuse!(ENODEV, "{} is no longer bound to the p2pmem driver", addr))?;
-        Ok(self.begin_retire(&function)?)
+        Ok(self.begin(&function, RemovalKind::Retire)?)
     }
 
     /// Publishes a range with or without struct pages, after checking the settings. `auto` for the BAR is the largest

@@ -100,10 +100,20 @@ impl driver::Hooks for DriverEvents {
         }
     }
 
-    fn losing(function: &Function, why: &CStr, answers: bool) {
+    fn losing(function: &Function, why: &CStr) {
         if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.remove_before_reset(function, why, answers);
+            orchestrator.remove_before_reset(function, why);
         }
+    }
+
+    fn lost(function: &Function, why: &CStr) {
+        if let Ok(orchestrator) = Orchestrator::get() {
+            orchestrator.begin_lost(function, why);
+        }
+    }
+
+    fn is_provided(function: &Function) -> bool {
+        Orchestrator::get().is_ok_and(|orchestrator| orchestrator.is_provided(function))
     }
 
     fn recovered(function: &Function) {

@@ -154,11 +154,28 @@ static void publisher_remove(struct pci_dev *pdev)
 	dev_info(&pdev->dev, "removed, revoked %d times\n", atomic_read(&p->revoked));
 }
 
+/* Wants a reset after every error, also after one that left the device working. */
+static pci_ers_result_t publisher_error_detected(struct pci_dev *pdev, pci_channel_state_t state)
+{
+	return PCI_ERS_RESULT_NEED_RESET;
+}
+
+static pci_ers_result_t publisher_slot_reset(struct pci_dev *pdev)
+{
+	return PCI_ERS_RESULT_RECOVERED;
+}
+
+static const struct pci_error_handlers publisher_errors = {
+	.error_detected = publisher_error_detected,
+	.slot_reset = publisher_slot_reset,
+};
+
 static struct pci_driver publisher_driver = {
 	.name = "p2pmem-publisher",
 	.probe = publisher_probe,
 	.remove = publisher_remove,
 	.dev_groups = publisher_groups,
+	.err_handler = &publisher_errors,
 };
 module_pci_driver(publisher_driver);
 

@@ -213,6 +213,8 @@ const LONG_ON_DEBUG: &[&str] = &[
     "attach-doorbell-iommu",
     "dmabuf-unreachable",
     "port-error",
+    "port-error-held",
+    "port-error-neighbor",
     "unbind-scale",
 ];
 

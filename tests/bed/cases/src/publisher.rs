@@ -127,6 +127,17 @@ impl<'a> Publisher<'a> {
     }
 }
 
+/// Binds a device other than accel0 to the driver, which wants a reset after every error.
+pub(super) fn bind(bed: &Bed, name: &str) -> Result<()> {
+    load()?;
+    let sysfs = bed.device(name)?.sysfs();
+    write(&sysfs.join("driver_override"), "p2pmem-publisher")?;
+    write(&sysfs.join("driver/unbind"), &bed.device(name)?.bdf)?;
+    write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device(name)?.bdf)?;
+    ensure!(sysfs.join("publish").exists(), "{name} was not bound");
+    Ok(())
+}
+
 fn loaded() -> bool {
     Path::new("/sys/module").join(MODULE).exists()
 }

@@ -18,6 +18,7 @@ use super::dmabuf_end::Log;
 use super::inflight::until;
 use super::life::{Part, await_loss};
 use super::pageless::without_pages;
+use super::publisher;
 use super::{Bed, Case, alloc, buffer, errno, expect, free, open, read, request, write};
 use crate::host;
 use crate::sys::{self, Mapping, Memory};
@@ -58,6 +59,20 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: true,
         run: port_error,
+    },
+    Case {
+        name: "port-error-held",
+        about: "recovery from an error does not wait for an importer that keeps its mapping; publishing does",
+        topology: "small",
+        ruins: true,
+        run: port_error_held,
+    },
+    Case {
+        name: "port-error-neighbor",
+        about: "an error after which the driver of another device has all below the port reset takes the provider back, too",
+        topology: "small",
+        ruins: true,
+        run: port_error_neighbor,
     },
     Case {
         name: "sleep",
@@ -105,8 +120,16 @@ impl Owned {
         })
     }
 
-    /// Checks that the owner has lost the buffer and was notified.
+    /// Checks that the owner has lost the buffer and was notified, and that the status says that nothing is published.
     fn lost(self, bed: &Bed) -> Result<()> {
+        self.lost_contents(bed)?;
+        let status = read(&bed.provider_dir("accel0")?.join("status"))?;
+        ensure!(status.starts_with("not published any more"), "{status}");
+        Ok(())
+    }
+
+    /// Checks that the owner has lost the buffer and was notified.
+    fn lost_contents(self, bed: &Bed) -> Result<()> {
         let fd = self.file.as_fd();
         await_loss(&self.file, self.got.handle, self.provider)?;
         ensure!(bed.provider("accel0").is_err(), "it is a provider still");
@@ -114,8 +137,6 @@ impl Owned {
         ask.req.provider = self.provider;
         let answer = sys::alloc(fd, &mut ask, Memory::Slice(&mut []));
         expect("ALLOC without the provider", answer, libc::ENODEV)?;
-        let status = read(&bed.provider_dir("accel0")?.join("status"))?;
-        ensure!(status.starts_with("not published any more"), "{status}");
         free(fd, self.got.handle).map_err(errno)
     }
 }
@@ -251,26 +272,74 @@ fn plugged_in(bed: &Bed) -> Result<()> {
     bed.publish("accel0")
 }
 
+/// As [`again`], when the removal of the former provider and the recovery from the error have both ended.
+fn again_after_error(bed: &Bed) -> Result<()> {
+    until("the memory can be published", || Ok(bed.publish("accel0").is_ok()))?;
+    again(bed)
+}
+
+/// Has the root port report an error, of QEMU's name.
+fn error_at_port(error: &str) -> Result<()> {
+    host::request(&Request::PortError {
+        name: "rp0".into(),
+        error: error.into(),
+    })?;
+    Ok(())
+}
+
+fn port_error_held(bed: &mut Bed) -> Result<()> {
+    let owned = Owned::new(bed)?;
+    let (_, dma_buf) = exported_buffer(owned.file.as_fd(), MIB, 0)?;
+    let importer = Importer::mapped(bed, &dma_buf, "nvme0", "p2p notify hold")?;
+    let (mut waits, mut recovers) = (Log::new()?, Log::new()?);
+    error_at_port("MALF_TLP")?;
+    // The kernel holds the lock of the bus while it asks drivers.
+    recovers.wait(&["AER", "device recovery successful"])?;
+    waits.wait(&["waiting for", "to let go of dma-buf"])?;
+    ensure!(importer.state()?.get("mapped") == 1);
+    let state = bed.provider("accel0")?.state;
+    ensure!(state != abi::P2PMEM_PROVIDER_LIVE, "the provider's state is {state}");
+    importer.say("unmap").map_err(errno)?;
+    until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
+    owned.lost_contents(bed)?;
+    again_after_error(bed)
+}
+
+fn port_error_neighbor(bed: &mut Bed) -> Result<()> {
+    let owned = Owned::new(bed)?;
+    // This driver wants a reset after every error.
+    publisher::bind(bed, "nvme0")?;
+    let (mut log, mut recovers) = (Log::new()?, Log::new()?);
+    // Not fatal: p2pmem's memory is intact until the reset.
+    error_at_port("COMP_TIME")?;
+    log.wait(&[
+        "removing the provider",
+        "the device was reset with others below its port",
+    ])?;
+    recovers.wait(&["AER", "device recovery successful"])?;
+    until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
+    owned.lost(bed)?;
+    pool_is_clear(bed)?;
+    again_after_error(bed)
+}
+
 fn port_error(bed: &mut Bed) -> Result<()> {
     for was_plugged_in in [false, true] {
         if was_plugged_in {
             plugged_in(bed)?;
         }
         let owned = Owned::new(bed)?;
-        let mut log = Log::new()?;
-        host::request(&Request::PortError {
-            name: "rp0".into(),
-            error: "MALF_TLP".into(),
-        })?;
+        let (mut log, mut recovers) = (Log::new()?, Log::new()?);
+        error_at_port("MALF_TLP")?;
         log.wait(&[
             "removing the provider",
             "the device reported an error and is being reset",
         ])?;
         until("the function is no provider", || Ok(bed.provider("accel0").is_err()))?;
         owned.lost(bed)?;
-        log.wait(&["AER", "device recovery successful"])?;
+        recovers.wait(&["AER", "device recovery successful"])?;
         pool_is_clear(bed)?;
-        again(bed)?;
+        again_after_error(bed)?;
     }
     Ok(())
 }
