@@ -337,7 +337,7 @@ impl Removal {
         if kind == RemovalKind::Retire {
             provider.set_progress(Text::new(fmt!("its memory is being cleared")));
             while let Some(memory) = returned.pop() {
-                memory.clear_all(provider.combine);
+                memory.clear_all();
             }
             provider.clear_released(&stopped);
         }

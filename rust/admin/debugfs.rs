@@ -113,7 +113,7 @@ fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt:
                 buffer.id,
                 provider.addr,
                 buffer.size,
-                buffer.bar_offset.unwrap_or(u64::MAX),
+                buffer.bar_offset,
                 mappings,
                 exports,
                 state,

@@ -37,7 +37,10 @@ use crate::{
             Lost,
             Provider, //
         },
-        provider::counters::Counters,
+        provider::{
+            counters::Counters,
+            PageBases, //
+        },
         walk, //
     },
     policy::path::PciAddr, //
@@ -75,6 +78,8 @@ pub(crate) trait OpenFile: Send + Sync {
 struct Registry {
     providers: KVec<Arc<Provider>>,
     next_id: u32,
+    /// The next free page of the address space of all mappings.
+    next_page: u64,
     /// Memory of providers that were removed while their device did not answer.
     lost: KVec<Lost>,
     /// Whether the system is about to sleep, or sleeps. No provider can be added then.
@@ -124,6 +129,7 @@ impl Orchestrator {
                 registry <- new_mutex!(Registry {
                     providers: KVec::new(),
                     next_id: 1,
+                    next_page: PageBases::FIRST,
                     lost: KVec::new(),
                     asleep: false,
                 }),
@@ -257,12 +263,14 @@ impl Orchestrator {
         }
     }
 
-    /// Returns an id for a new provider, never 0, never used twice.
-    pub(crate) fn new_id(&self) -> u32 {
+    /// Returns an id for a new provider, never 0, and the pages of its BARs in the address space of all mappings. Neither is ever
+    /// used twice. Errors: `ENOSPC` if no pages are left.
+    pub(crate) fn identity(&self, function: &Function) -> Result<(u32, PageBases)> {
         let mut registry = self.registry.lock();
+        let pages = PageBases::new(function, &mut registry.next_page)?;
         let id = registry.next_id;
         registry.next_id += 1;
-        id
+        Ok((id, pages))
     }
 
     /// Adds a provider to the list, drops the snapshots and sends the event.

@@ -176,7 +176,7 @@ impl Pool {
 
     /// Allocates `size` bytes, a multiple of the page size, in one piece. May sleep; takes `open`.
     ///
-    /// Returns `None` if the pool is closed or gone, has no such piece free, or `size` is invalid.
+    /// Returns `None` if the pool is closed or gone, has no such piece free or one that is in no BAR, or `size` is invalid.
     pub(crate) fn take(&self, size: u64) -> Option<PoolChunk> {
         let size = usize::try_from(size).ok().filter(|&n| n > 0 && n % PAGE_SIZE == 0)?;
         let open = self.open.lock();
@@ -185,12 +185,21 @@ impl Pool {
         }
         // SAFETY: By the type invariant, and as `open` is locked and true, the function has a pool or no p2pdma data.
         let kaddr = unsafe { bindings::pci_alloc_p2pmem(self.function.as_raw(), size) } as usize;
+        if kaddr == 0 {
+            return None;
+        }
         // INVARIANT: The pool allocated these pages to this caller, and took one reference to their page map.
-        (kaddr != 0).then(|| PoolChunk {
+        let mut chunk = PoolChunk {
             function: self.function.clone(),
             kaddr,
             pages: size / PAGE_SIZE,
-        })
+            bar: 0,
+            bar_offset: 0,
+            combine: false,
+        };
+        (chunk.bar, chunk.bar_offset) = self.function.bar_at(chunk.phys())?;
+        chunk.combine = self.function.prefetchable(chunk.bar);
+        Some(chunk)
     }
 }
 
@@ -205,6 +214,11 @@ pub(crate) struct PoolChunk {
     function: Function,
     kaddr: usize,
     pages: usize,
+    /// The BAR of the chunk, and the offset in it. A driver may publish several BARs.
+    bar: u32,
+    bar_offset: u64,
+    /// Whether the BAR is prefetchable, so that writes may be combined.
+    combine: bool,
 }
 
 impl PoolChunk {
@@ -242,14 +256,14 @@ impl PoolChunk {
         unsafe { sys::p2pmem_pages_busy(kaddr, pages) }
     }
 
-    /// Zeroes a range, through a write-combining mapping if `combine` is true and one can be made. May sleep.
+    /// Zeroes a range, through a write-combining mapping if the BAR allows it and one can be made. May sleep.
     ///
     /// The caller ensures that nobody else uses the range; otherwise the contents are undefined.
-    pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
+    pub(crate) fn clear(&self, offset: u64, size: u64) {
         let (kaddr, pages) = self.part(offset, size);
         // SAFETY: By the type invariant this object owns the pages, which the kernel maps as I/O memory at `kaddr`;
         // `part()` keeps the range within the chunk.
-        unsafe { sys::p2pmem_pages_clear(kaddr, pages, combine) };
+        unsafe { sys::p2pmem_pages_clear(kaddr, pages, self.combine) };
     }
 
     /// Maps the page at `offset` of a buffer, which is `size` bytes from `start` on, at the address of the fault, and the pages
@@ -284,17 +298,16 @@ impl PoolChunk {
         unsafe { sys::p2pmem_page_phys(self.kaddr) }
     }
 
-    /// Returns the kernel's handle for DMA mappings of the BAR that contains the chunk, or `None` if no BAR of the function
-    /// contains it.
+    /// Returns the BAR that contains the chunk, and the offset of the chunk in it.
+    pub(crate) fn place(&self) -> (u32, u64) {
+        (self.bar, self.bar_offset)
+    }
+
+    /// Returns the kernel's handle for DMA mappings of the BAR that contains the chunk.
     fn provider(&self) -> Option<NonNull<bindings::p2pdma_provider>> {
-        let phys = self.phys();
-        let bar = (0..6).find(|&bar| {
-            let range = self.function.bar(bar);
-            range.is_some_and(|(start, len)| phys.checked_sub(start).is_some_and(|offset| offset < len))
-        })?;
         // SAFETY: By the type invariant the page map exists, and the kernel frees the function's p2pdma data after the page
-        // map. `bar` is a standard BAR.
-        NonNull::new(unsafe { bindings::pcim_p2pdma_provider(self.function.as_raw(), bar as ffi::c_int) })
+        // map. `bar_at()` returned a standard BAR.
+        NonNull::new(unsafe { bindings::pcim_p2pdma_provider(self.function.as_raw(), self.bar as ffi::c_int) })
     }
 
     /// Returns physical start and length of the range that the chunk's driver published.
@@ -326,6 +339,22 @@ impl Backing {
         match self {
             Self::Pages(chunk) => chunk.phys(),
             Self::Window(window) => window.phys(),
+        }
+    }
+
+    /// Returns the BAR of the memory, and the offset of the first byte in it.
+    pub(crate) fn place(&self) -> (u32, u64) {
+        match self {
+            Self::Pages(chunk) => chunk.place(),
+            Self::Window(window) => window.place(),
+        }
+    }
+
+    /// Returns whether user mappings are write-combining: the BAR is prefetchable.
+    pub(crate) fn combine(&self) -> bool {
+        match self {
+            Self::Pages(chunk) => chunk.combine,
+            Self::Window(window) => window.combine(),
         }
     }
 
@@ -364,10 +393,10 @@ impl Backing {
         }
     }
 
-    /// Zeroes a range, for which nobody else may use the range. May sleep. `combine` is as for [`PoolChunk::clear`].
-    pub(crate) fn clear(&self, offset: u64, size: u64, combine: bool) {
+    /// Zeroes a range, for which nobody else may use the range. May sleep.
+    pub(crate) fn clear(&self, offset: u64, size: u64) {
         match self {
-            Self::Pages(chunk) => chunk.clear(offset, size, combine),
+            Self::Pages(chunk) => chunk.clear(offset, size),
             Self::Window(window) => window.clear(offset, size),
         }
     }

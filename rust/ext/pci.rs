@@ -273,6 +273,15 @@ impl Function {
         Some((dev.resource_start(bar).ok()?, dev.resource_len(bar).ok()?))
     }
 
+    /// Returns the memory BAR that contains a physical address, and the offset of the address in it.
+    pub(crate) fn bar_at(&self, phys: u64) -> Option<(u32, u64)> {
+        (0..6).find_map(|bar| {
+            let (start, size) = self.bar(bar)?;
+            let offset = phys.checked_sub(start)?;
+            (offset < size).then_some((bar, offset))
+        })
+    }
+
     /// Returns whether a BAR (0 to 5) is prefetchable: reads have no side effects and writes may be combined. False for
     /// another index.
     pub(crate) fn prefetchable(&self, bar: u32) -> bool {

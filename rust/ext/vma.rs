@@ -43,12 +43,14 @@ pub(crate) trait Mappable: Send + Sync + Sized + 'static {
     fn fault(this: ArcBorrow<'_, Self>, fault: &Fault<'_>) -> Result;
 }
 
-/// Returns the alignment of a mapping of `bytes` bytes, in bytes: a power of two from a page to 1 GiB.
+/// The largest alignment of a mapping, in bytes. No page table has larger entries.
+pub(crate) const LARGEST: usize = 1 << 30;
+
+/// Returns the alignment of a mapping of `bytes` bytes, in bytes: a power of two from a page to [`LARGEST`].
 ///
 /// The address, the file offset and the memory of a mapping are the same modulo this, so that page tables of processes and
-/// of adapters can use the largest entries. No page table has larger entries than 1 GiB.
+/// of adapters can use the largest entries.
 pub(crate) fn step(bytes: usize) -> usize {
-    const LARGEST: usize = 1 << 30;
     bytes.min(LARGEST).next_power_of_two().max(PAGE_SIZE)
 }
 

@@ -116,6 +116,9 @@ pub(crate) struct Window {
     provider: NonNull<bindings::p2pdma_provider>,
     phys: u64,
     size: u64,
+    bar: u32,
+    bar_offset: u64,
+    combine: bool,
     kaddr: NonNull<ffi::c_void>,
     windows: Arc<Windows>,
 }
@@ -151,9 +154,10 @@ impl Window {
         // SAFETY: The p2pdma data was initialised above, and `within()` has checked that `bar` is a standard BAR.
         let provider = unsafe { bindings::pcim_p2pdma_provider(function.as_raw(), bar as ffi::c_int) };
         let provider = NonNull::new(provider).ok_or(abi::errno(abi::EOPNOTSUPP))?;
+        let combine = function.prefetchable(bar);
         // SAFETY: `within()` has checked that a memory BAR contains the range, so the range is I/O memory. The call maps
         // the range and does not access it.
-        let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, function.prefetchable(bar)) };
+        let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, combine) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
         *windows.count.lock() += 1;
         // INVARIANT: The range was mapped and the window counted above. No user mapping exists, so `shown` is empty.
@@ -164,6 +168,9 @@ impl Window {
             provider,
             phys,
             size,
+            bar,
+            bar_offset: offset,
+            combine,
             kaddr,
             windows: windows.clone(),
         })
@@ -181,6 +188,16 @@ impl Window {
     /// Returns the physical address of the first byte.
     pub(super) fn phys(&self) -> u64 {
         self.phys
+    }
+
+    /// Returns the BAR, and the offset of the first byte in it.
+    pub(super) fn place(&self) -> (u32, u64) {
+        (self.bar, self.bar_offset)
+    }
+
+    /// Returns whether the BAR is prefetchable, so that writes may be combined.
+    pub(super) fn combine(&self) -> bool {
+        self.combine
     }
 
     /// Returns the kernel's handle for DMA mappings of the BAR, which is valid as long as `self`.

@@ -25,7 +25,6 @@ use crate::{
         },
         trace,
         vma::{
-            self,
             Fault,
             Mappable, //
         }, //
@@ -46,7 +45,7 @@ use crate::{
 };
 use kernel::{
     new_mutex,
-    page::{PAGE_SHIFT, PAGE_SIZE},
+    page::PAGE_SIZE,
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
@@ -92,12 +91,15 @@ pub(crate) struct Buffer {
     /// The buffer's number, never used twice.
     pub(crate) id: u64,
     pub(crate) provider: Arc<Provider>,
-    /// The buffer's offset in the address space that all mappings of the module share, in pages. Never used twice.
+    /// The buffer's offset in the address space that all mappings of the module share, in pages. No other buffer with memory has
+    /// these pages.
     pub(crate) page_offset: u64,
     /// Bytes, a multiple of the page size.
     pub(crate) size: u64,
-    /// Offset of the first byte in the BAR, if known.
-    pub(crate) bar_offset: Option<u64>,
+    /// Offset of the first byte in the BAR.
+    pub(crate) bar_offset: u64,
+    /// Whether user mappings are write-combining.
+    pub(crate) combine: bool,
     /// Bus address of the first byte, on the provider's bus.
     pub(crate) bus_addr: u64,
     /// The number of the file that allocated the buffer.
@@ -126,9 +128,6 @@ fn narrow(count: u64) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX)
 }
 
-/// The next free offset in the address space of all mappings, in pages. The first one is 4 GiB: `mmap()` at offset 0
-/// allocates, and a small offset is more likely a mistake than a buffer.
-static NEXT_PAGE: Atomic<u64> = Atomic::<u64>::new(1 << (32 - PAGE_SHIFT));
 static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
 
 impl Buffer {
@@ -139,14 +138,9 @@ impl Buffer {
     ///
     /// Errors: `ENODEV` if the provider is being removed, `ENOMEM`. The memory goes back to the provider then.
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
-        // An unused page between two buffers keeps a mapping from running from one into the next.
-        let pages = (size >> PAGE_SHIFT) + 1;
-        let frame = memory.phys() >> PAGE_SHIFT;
-        let step = (vma::step(size as usize) >> PAGE_SHIFT) as u64;
-        let page = NEXT_PAGE.fetch_add(pages + step, Relaxed);
-        let page_offset = page + (frame.wrapping_sub(page) & (step - 1));
-        let bar_offset = provider.bar_offset_of(&memory);
-        let bus_addr = memory.bus_addr();
+        let page_offset = provider.page_offset_of(&memory);
+        let (_, bar_offset) = memory.place();
+        let (bus_addr, combine) = (memory.bus_addr(), memory.combine());
         let for_buffer = provider.clone();
         let buffer = Arc::pin_init(
             pin_init!(Self {
@@ -155,6 +149,7 @@ impl Buffer {
                 provider: for_buffer,
                 size,
                 bar_offset,
+                combine,
                 bus_addr,
                 file,
                 owner: Owner::current(),
@@ -181,10 +176,7 @@ impl Buffer {
             buffer.cleared.complete();
         }
         buffer.inner.lock().memory = Some(memory);
-        trace::alloc(|| {
-            let offset = buffer.bar_offset.unwrap_or(u64::MAX);
-            (buffer.about(), offset, file, buffer.cred.uid())
-        });
+        trace::alloc(|| (buffer.about(), buffer.bar_offset, file, buffer.cred.uid()));
         let holder = Holder { buffer, file };
         holder.provider.register(holder.buffer.id, &holder.buffer)?;
         Ok(holder)

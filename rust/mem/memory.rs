@@ -73,10 +73,6 @@ impl Memory {
         Ok(KBox::new(memory, GFP_KERNEL_ACCOUNT)?)
     }
 
-    pub(crate) fn source(&self) -> &MemorySource {
-        &self.source
-    }
-
     /// Returns whether the whole piece was cleared. Only then may its owner reach it.
     pub(crate) fn is_clear(&self) -> bool {
         self.cleared == self.footprint()
@@ -96,6 +92,18 @@ impl Memory {
             MemorySource::Own { extent, .. } => extent.size(),
             MemorySource::Adopted { backing, .. } => backing.size(),
         }
+    }
+
+    /// Returns the BAR of the memory, and the offset of the first byte in it.
+    pub(crate) fn place(&self) -> (u32, u64) {
+        let (backing, offset) = self.backing_and_offset();
+        let (bar, at) = backing.place();
+        (bar, at + offset)
+    }
+
+    /// Returns whether user mappings are write-combining.
+    pub(crate) fn combine(&self) -> bool {
+        self.backing_and_offset().0.combine()
     }
 
     /// Returns the bus address of the first byte, on the provider's bus.
@@ -142,15 +150,14 @@ impl Memory {
         }
     }
 
-    /// Clears up to `step` bytes that may not be zero, and returns their number. `combine` says that the BAR is prefetchable
-    /// and may be mapped write-combining. Nobody may use the memory meanwhile. May sleep.
-    pub(crate) fn clear_step(&mut self, combine: bool, step: u64) -> u64 {
+    /// Clears up to `step` bytes that may not be zero, and returns their number. Nobody may use the memory meanwhile. May sleep.
+    pub(crate) fn clear_step(&mut self, step: u64) -> u64 {
         let left = self.cleared..self.footprint();
         let dirty = match &self.source {
-            MemorySource::Own { extent, own } => own.clear_unknown(extent, left.clone(), combine, step),
+            MemorySource::Own { extent, own } => own.clear_unknown(extent, left.clone(), step),
             MemorySource::Adopted { backing, .. } => {
                 let now = step.min(left.end - left.start);
-                backing.clear(left.start, now, combine);
+                backing.clear(left.start, now);
                 left.start..left.start + now
             }
         };
@@ -171,15 +178,14 @@ impl Memory {
 
     /// Clears up to `step` bytes of used memory, and returns their number. In the provider's own memory they are free afterwards,
     /// and the piece is smaller. After the last step [`Self::is_clear`] returns true, and dropping the piece frees what is left.
-    /// `combine` is as for [`Self::clear_step`].
     ///
     /// Errors: `EINTR` (the task was killed). Nothing was freed then.
-    pub(crate) fn scrub_step(&mut self, combine: bool, step: u64) -> Result<u64> {
+    pub(crate) fn scrub_step(&mut self, step: u64) -> Result<u64> {
         let MemorySource::Own { extent, own } = &mut self.source else {
-            return Ok(self.clear_step(combine, step));
+            return Ok(self.clear_step(step));
         };
         let now = step.min(extent.size());
-        own.backing().clear(own.offset_of(extent), now, combine);
+        own.backing().clear(own.offset_of(extent), now);
         if now == extent.size() {
             self.cleared = now;
         } else {
@@ -189,24 +195,23 @@ impl Memory {
     }
 
     /// Marks used memory as unknown, so that dropping the piece frees it without clearing it, and returns its size. A chunk of
-    /// another driver's pool is cleared by a step instead, since the pool remembers nothing. `combine` is as for
-    /// [`Self::clear_step`].
-    pub(crate) fn release_step(&mut self, combine: bool, step: u64) -> u64 {
+    /// another driver's pool is cleared by a step instead, since the pool remembers nothing.
+    pub(crate) fn release_step(&mut self, step: u64) -> u64 {
         let MemorySource::Own { extent, own } = &self.source else {
-            return self.clear_step(combine, step);
+            return self.clear_step(step);
         };
         own.release(extent);
         self.cleared = extent.size();
         self.cleared
     }
 
-    /// Clears the whole piece, whatever it contains. `combine` is as for [`Self::clear_step`].
-    pub(crate) fn clear_all(&self, combine: bool) {
+    /// Clears the whole piece, whatever it contains.
+    pub(crate) fn clear_all(&self) {
         let (backing, offset) = match &self.source {
             MemorySource::Own { .. } => self.backing_and_offset(),
             MemorySource::Adopted { backing, .. } => (backing, 0),
         };
-        backing.clear(offset, self.footprint(), combine);
+        backing.clear(offset, self.footprint());
     }
 }
 

@@ -42,11 +42,9 @@ pub(crate) struct OwnMemory {
 }
 
 impl OwnMemory {
-    /// Makes the memory of a provider that begins at `start` in the BAR. All contents are unknown.
-    ///
-    /// Errors: `ENOMEM`, and those of [`Buddy::new`].
-    pub(crate) fn new(backing: Backing, start: u64) -> Result<Arc<Self>> {
-        let size = backing.size();
+    /// Makes the memory of a provider. All contents are unknown. Errors: `ENOMEM`, and those of [`Buddy::new`].
+    pub(crate) fn new(backing: Backing) -> Result<Arc<Self>> {
+        let (size, (_, start)) = (backing.size(), backing.place());
         let known = PageSet::new(usize::try_from(size / PAGE_SIZE as u64)?)?;
         let buddy = Buddy::new(start, start + size)?;
         let backing = Arc::new(backing, GFP_KERNEL)?;
@@ -78,7 +76,7 @@ impl OwnMemory {
     /// Clears the first pages within the range `part` of an extent whose contents are unknown, up to `step` bytes. Returns what
     /// was cleared, as a range of the extent; all pages in front of it are zero. Returns the empty range at the end if no page is
     /// unknown. The caller owns the extent and did not use it. All numbers are bytes in whole pages.
-    pub(crate) fn clear_unknown(&self, extent: &Extent, part: Range<u64>, combine: bool, step: u64) -> Range<u64> {
+    pub(crate) fn clear_unknown(&self, extent: &Extent, part: Range<u64>, step: u64) -> Range<u64> {
         let page = PAGE_SIZE as u64;
         let base = self.offset_of(extent) / page;
         let pages = (base + part.start / page) as usize..(base + part.end / page) as usize;
@@ -86,7 +84,7 @@ impl OwnMemory {
             return part.end..part.end;
         };
         let (first, count) = (gap.start as u64, gap.len() as u64);
-        self.backing.clear(first * page, count * page, combine);
+        self.backing.clear(first * page, count * page);
         self.known.lock().insert(gap);
         let offset = (first - base) * page;
         offset..offset + count * page
@@ -103,7 +101,7 @@ impl OwnMemory {
 
     /// Clears all unknown pages if memory that was in use may be among them. The caller knows that all memory is free, and stays
     /// free.
-    pub(crate) fn clear_released(&self, combine: bool, step: u64) {
+    pub(crate) fn clear_released(&self, step: u64) {
         let page = PAGE_SIZE as u64;
         let pages = (self.backing.size() / page) as usize;
         let mut at = if self.released.load(Relaxed) { 0 } else { pages };
@@ -111,8 +109,7 @@ impl OwnMemory {
             let Some(gap) = self.known.lock().first_gap(at..pages, (step / page) as usize) else {
                 return;
             };
-            self.backing
-                .clear(gap.start as u64 * page, gap.len() as u64 * page, combine);
+            self.backing.clear(gap.start as u64 * page, gap.len() as u64 * page);
             at = gap.end;
         }
     }

@@ -37,13 +37,13 @@ use crate::{
             Function, //
         },
         publisher::RevokeCallback,
-        refusal::Text, //
+        refusal::Text,
+        vma, //
     },
     mem::{
         memory::{
             Memory,
-            MemoryList,
-            MemorySource, //
+            MemoryList, //
         },
         own::OwnMemory,
         provider::counters::Counters,
@@ -58,7 +58,7 @@ use crate::{
 };
 use kernel::{
     new_condvar, new_mutex, new_work,
-    page::PAGE_SIZE,
+    page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     rbtree::{RBTree, RBTreeNode},
     sync::{
@@ -154,15 +154,15 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     pub(crate) id: u32,
     pub(crate) kind: ProviderKind,
     pub(crate) addr: PciAddr,
-    pub(crate) bar: Option<u32>,
+    /// The BAR, or that of the first memory of an adopted provider, whose driver may have published several BARs.
+    pub(crate) bar: u32,
     /// Offset of the first published byte in the BAR.
     pub(crate) start: u64,
     /// Bytes that p2pmem manages.
     pub(crate) size: u64,
     /// Bytes that p2pmem keeps in the kernel's pool for other drivers.
     pub(crate) kernel_reserve: u64,
-    /// Whether user mappings are write-combining.
-    pub(crate) combine: bool,
+    pages: PageBases,
     /// The constant flags of `P2PMEM_IOC_LIST`: `P2PMEM_PROVIDER_PAGELESS` and `P2PMEM_PROVIDER_EXPORTABLE`.
     flags: u32,
     /// Whether the administrator allows pinned exports, which a revocation has to wait for.
@@ -201,17 +201,56 @@ impl_has_work! {
     impl{B: Send + Sync + 'static} HasWork<Provider<B>> for Provider<B> { self.scrubber }
 }
 
+/// Where the BARs of a provider are in the address space of all mappings: the page of the first byte of each.
+///
+/// Every provider has pages of its own, so a mapping of a buffer that was revoked never has the pages of a later buffer.
+pub(crate) struct PageBases([u64; 6]);
+
+impl PageBases {
+    /// The first page: `mmap()` at offset 0 allocates, and a small offset is more likely a mistake than a buffer.
+    pub(crate) const FIRST: u64 = vma::LARGEST as u64 * 4 >> PAGE_SHIFT;
+    /// The end: offsets in bytes are signed numbers.
+    const END: u64 = 1 << (63 - PAGE_SHIFT);
+
+    /// Gives the BARs of a function pages from `next` on, a multiple of [`vma::LARGEST`] bytes, and moves `next` behind them. A
+    /// byte has the same place in its page table as in physical memory, so large entries are possible.
+    ///
+    /// Errors: `ENOSPC` if no pages are left: a provider takes a few GiB of 8 EiB.
+    pub(crate) fn new(function: &Function, next: &mut u64) -> Result<Self> {
+        let (mut bases, mut at, unit) = ([0; 6], *next, vma::LARGEST as u64);
+        for (bar, base) in bases.iter_mut().enumerate() {
+            let Some((start, size)) = function.bar(bar as u32) else {
+                continue;
+            };
+            *base = at + ((start % unit) >> PAGE_SHIFT);
+            // The BAR begins within the first unit.
+            let span = size.checked_add(2 * unit).ok_or(ENOSPC)? / unit * unit;
+            at += span >> PAGE_SHIFT;
+        }
+        if at > Self::END {
+            return Err(ENOSPC);
+        }
+        *next = at;
+        Ok(Self(bases))
+    }
+
+    /// Returns the page of a byte of a BAR.
+    fn of(&self, bar: u32, offset: u64) -> u64 {
+        self.0.get(bar as usize).map_or(0, |base| base + (offset >> PAGE_SHIFT))
+    }
+}
+
 /// The properties of a new provider; see [`Provider`].
 pub(crate) struct ProviderConfig {
     pub(crate) id: u32,
+    pub(crate) pages: PageBases,
     pub(crate) function: Function,
     /// The driver that the function is bound to.
     pub(crate) driver: DriverName,
     pub(crate) region: Arc<Region>,
-    pub(crate) bar: Option<u32>,
-    pub(crate) start: u64,
+    /// The BAR, and the offset of the first byte in it.
+    pub(crate) place: (u32, u64),
     pub(crate) kernel_reserve: u64,
-    pub(crate) combine: bool,
     pub(crate) pinned_exports: bool,
     pub(crate) attach_gid: Option<u32>,
     /// The driver that registered the memory, if one did.
@@ -226,7 +265,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             Backing::Pages(_) => consts::PROVIDER_EXPORTABLE,
             Backing::Window(_) => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
         };
-        let own = OwnMemory::new(backing, config.start)?;
+        let own = OwnMemory::new(backing)?;
         let kind = match config.publisher {
             None => ProviderKind::Own,
             Some(_) => ProviderKind::Registered,
@@ -236,9 +275,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     /// Makes an adopted provider, which takes up to `size` bytes from `pool`. Errors: `ENOMEM`.
     pub(crate) fn adopted(config: ProviderConfig, pool: Arc<Pool>, size: u64) -> Result<Arc<Self>> {
-        // A DMA mapping of a dma-buf needs the BAR.
-        let flags = config.bar.map_or(0, |_| consts::PROVIDER_EXPORTABLE);
-        let (allocated, ceiling) = (0, size);
+        let (flags, allocated, ceiling) = (consts::PROVIDER_EXPORTABLE, 0, size);
         Self::new(
             config,
             ProviderKind::Adopted,
@@ -266,11 +303,11 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 id: config.id,
                 kind,
                 addr: config.function.address(),
-                bar: config.bar,
-                start: config.start,
+                bar: config.place.0,
+                start: config.place.1,
                 size,
                 kernel_reserve: config.kernel_reserve,
-                combine: config.combine,
+                pages: config.pages,
                 flags,
                 pinned_exports: AtomicFlag::new(config.pinned_exports),
                 attach_gid: Atomic::new(config.attach_gid.unwrap_or(NO_GROUP)),
@@ -461,20 +498,10 @@ impl<B: Send + Sync + 'static> Provider<B> {
         inner.returns != returns || inner.returning() > 0
     }
 
-    /// Returns the physical address of the BAR, or 0 if the BAR is not known.
-    fn bar_start(&self) -> u64 {
-        self.bar
-            .and_then(|bar| self.function().bar(bar))
-            .map_or(0, |(start, _)| start)
-    }
-
-    /// Returns the offset of memory in the BAR, if the BAR is known.
-    pub(crate) fn bar_offset_of(&self, memory: &Memory) -> Option<u64> {
-        self.bar?;
-        Some(match memory.source() {
-            MemorySource::Own { extent, .. } => extent.offset(),
-            MemorySource::Adopted { .. } => memory.phys() - self.bar_start(),
-        })
+    /// Returns the offset of memory in the address space of all mappings, in pages.
+    pub(crate) fn page_offset_of(&self, memory: &Memory) -> u64 {
+        let (bar, offset) = memory.place();
+        self.pages.of(bar, offset)
     }
 
     /// Adds a buffer to the provider's live buffers. Errors: `ENODEV` (being removed), `ENOMEM`.
@@ -503,7 +530,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 ProviderKind::Registered => consts::KIND_REGISTERED,
             },
             addr: self.addr.into(),
-            bar: self.bar.map_or(-1, |bar| bar as i32),
+            bar: self.bar as i32,
             numa_node: function.node(),
             bar_offset: self.start,
             size: self.size,

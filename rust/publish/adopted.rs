@@ -49,27 +49,25 @@ impl Orchestrator {
             return Ok(());
         };
         let (phys, len) = probe.published_range();
+        let (bar, offset) = probe.place();
+        // The page may be anywhere in the range.
+        let start = offset - (probe.phys() - phys);
         drop(probe);
-        let bar = (0..6).find_map(|bar| {
-            let (start, size) = function.bar(bar)?;
-            let offset = phys.checked_sub(start)?;
-            (offset < size).then_some((bar, offset))
-        });
         // An eighth of the memory stays for the driver.
         let reserve = (len / 8).next_multiple_of(PAGE);
         let size = len.saturating_sub(reserve);
         if size == 0 {
             return Ok(());
         }
+        let (id, pages) = self.identity(function)?;
         let parts = ProviderConfig {
-            id: self.new_id(),
+            id,
+            pages,
             function: function.clone(),
             driver: driver_name(device),
             region: self.region(function, size)?,
-            bar: bar.map(|(bar, _)| bar),
-            start: bar.map_or(0, |(_, offset)| offset),
+            place: (bar, start),
             kernel_reserve: reserve,
-            combine: bar.is_some_and(|(bar, _)| function.prefetchable(bar)),
             pinned_exports: false,
             attach_gid: None,
             publisher: None,

@@ -278,14 +278,14 @@ impl Orchestrator {
         publisher: Option<Arc<RevokeCallback>>,
     ) -> Answer<u32> {
         let function = Function::of(device);
+        let (id, pages) = self.identity(&function)?;
         let parts = ProviderConfig {
-            id: self.new_id(),
+            id,
+            pages,
             driver: driver_name(device),
             region: self.region(&function, backing.size())?,
-            bar: Some(bar),
-            start: wanted.offset,
+            place: (bar, wanted.offset),
             kernel_reserve: reserve,
-            combine: function.prefetchable(bar),
             function,
             pinned_exports: wanted.pinned_exports,
             attach_gid: wanted.attach_gid,

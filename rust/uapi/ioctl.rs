@@ -309,7 +309,7 @@ impl File {
         alloc.provider = provider;
         alloc.size = holder.size;
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
-        alloc.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        alloc.bar_offset = holder.bar_offset;
         alloc.class = class;
         alloc.handle = self.insert(holder)?;
         Ok(())
@@ -350,7 +350,7 @@ impl File {
                 offset,
                 size: holder.size,
                 mmap_offset: holder.page_offset << PAGE_SHIFT,
-                bar_offset: holder.bar_offset.unwrap_or(u64::MAX),
+                bar_offset: holder.bar_offset,
                 class,
                 ..Default::default()
             };
@@ -383,7 +383,7 @@ impl File {
         arg.provider = holder.provider.id;
         arg.size = holder.size;
         arg.mmap_offset = holder.page_offset << PAGE_SHIFT;
-        arg.bar_offset = holder.bar_offset.unwrap_or(u64::MAX);
+        arg.bar_offset = holder.bar_offset;
         arg.handle = self.insert(holder)?;
         Ok(())
     }
@@ -402,7 +402,7 @@ impl File {
         arg.provider = buffer.provider.id;
         arg.size = buffer.size;
         arg.mmap_offset = buffer.page_offset << PAGE_SHIFT;
-        arg.bar_offset = buffer.bar_offset.unwrap_or(u64::MAX);
+        arg.bar_offset = buffer.bar_offset;
         arg.bus_addr = visible_bus_addr(&buffer);
         arg.state = state.as_raw();
         arg.mappings = mappings;

@@ -89,7 +89,6 @@ fn attach(area: NewMapping<'_, Buffer>, buffer: &Arc<Buffer>, page: u64) -> Answ
         let offset = (page - buffer.page_offset) << PAGE_SHIFT;
         (buffer.about(), offset, area.len())
     });
-    let provider = &buffer.provider;
-    area.attach(buffer.clone(), page, provider.combine, provider.has_pages());
+    area.attach(buffer.clone(), page, buffer.combine, buffer.provider.has_pages());
     Ok(())
 }

@@ -130,7 +130,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     fn alloc_adopted(&self, pool: &Pool, size: u64, align: u64) -> Result<KBox<Memory>> {
         let taken = padded(size, align);
         let memory = pool.take(taken).ok_or(ENOSPC).and_then(|chunk| {
-            let at = chunk.phys() - self.bar_start();
+            let (_, at) = chunk.place();
             let align_skip = at.next_multiple_of(align) - at;
             let backing = Arc::new(Backing::Pages(chunk), GFP_KERNEL_ACCOUNT)?;
             Memory::new(MemorySource::Adopted { backing, align_skip }, size)

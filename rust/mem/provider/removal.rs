@@ -69,7 +69,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Clears the free memory of a stopped provider that went back to its allocator without being cleared.
     pub(crate) fn clear_released(&self, stopped: &Stopped) {
         if let Source::Own(own) = &stopped.0 {
-            own.clear_released(self.combine, STEP);
+            own.clear_released(STEP);
         }
     }
 
@@ -139,7 +139,7 @@ impl<B: Send + Sync + 'static> Lost<B> {
     /// Clears all memory of an own provider, since its state is unknown after the device did not answer.
     pub(crate) fn clear(&self) {
         if let Source::Own(own) = &self.stopped.0 {
-            own.backing().clear(0, own.backing().size(), self.provider.combine);
+            own.backing().clear(0, own.backing().size());
         }
     }
 }

@@ -123,7 +123,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Errors: `EINTR` (the task was killed). The memory is still dirty then.
     pub(super) fn scrub_step(&self) -> Result<u64> {
         self.with_dirty(|memory| {
-            let cleared = memory.scrub_step(self.combine, STEP)?;
+            let cleared = memory.scrub_step(STEP)?;
             self.counters.scrubbed_bytes.fetch_add(cleared, Relaxed);
             Ok(cleared)
         })
@@ -132,7 +132,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Gives dirty memory back to its allocator without clearing it. Returns as [`Self::scrub_step`]. A chunk of another driver's
     /// pool is cleared by a step.
     pub(super) fn release_step(&self) -> Result<u64> {
-        self.with_dirty(|memory| Ok(memory.release_step(self.combine, STEP)))
+        self.with_dirty(|memory| Ok(memory.release_step(STEP)))
     }
 
     /// Calls `step` for dirty memory, and makes what is left of the memory dirty again. Returns 0 if there is none.
@@ -206,7 +206,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             if is_killed() {
                 return Err(EINTR);
             }
-            let cleared = memory.clear_step(self.combine, STEP);
+            let cleared = memory.clear_step(STEP);
             self.counters.scrubbed_bytes.fetch_add(cleared, Relaxed);
         }
         Ok(())

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Claims of the threat model that no other case tests: only root can change configfs, mmap offsets are never reused, a
+//! Claims of the threat model that no other case tests: only root can change configfs, no two buffers have the same mmap offsets, a
 //! fork does not evade a quota, only administrators see bus addresses, and queries change nothing.
 
 use std::collections::BTreeMap;
-use std::fs::{self, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -18,7 +18,6 @@ use super::dmabuf::stats;
 use super::life::{Part, ready};
 use super::rules::{ALICE, AdminRule, MIB, alloc_as, counted};
 use super::{Bed, Case, PROVIDERS, alloc, buffer, errno, expect, explain, free, open, providers, request};
-use crate::limits::amount;
 use crate::sys::{self, Mapping, Memory};
 
 pub(super) const CASES: &[Case] = &[
@@ -31,7 +30,7 @@ pub(super) const CASES: &[Case] = &[
     },
     Case {
         name: "mmap-offsets-unique",
-        about: "no mmap offset is used twice, on any file",
+        about: "buffers have different mmap offsets on all files, also a revoked one and those of the next provider",
         topology: "small",
         ruins: false,
         run: mmap_offsets_unique,
@@ -113,29 +112,71 @@ fn mmap_offsets_unique(bed: &mut Bed) -> Result<()> {
     let before = bed.settled()?;
     let files = [open()?, open()?];
     let mut used: BTreeMap<u64, u64> = BTreeMap::new();
-    for n in 0..amount(4_000) {
-        let fd = files[n as usize % 2].as_fd();
-        let size = 4096 * (1 + u64::from(n) % 5);
-        let got = alloc(fd, size).map_err(errno)?;
+    let mut handles = Vec::new();
+    let mut add = |file: &File, size: u64| -> Result<abi::p2pmem_alloc> {
+        let got = alloc(file.as_fd(), size).map_err(errno)?;
         let (from, to) = (got.mmap_offset, got.mmap_offset + size);
         ensure!(from != 0, "offset 0 is reserved for mmap that allocates");
         let taken = used.range(..to).next_back().is_some_and(|(_, &end)| end > from);
-        ensure!(!taken, "offsets {from:#x} to {to:#x} were used before");
+        ensure!(!taken, "offsets {from:#x} to {to:#x} are those of another buffer");
         used.insert(from, to);
-        free(fd, got.handle).map_err(errno)?;
+        Ok(got)
+    };
+    for n in 0..600u64 {
+        let which = n as usize % 2;
+        handles.push((which, add(&files[which], 4096 * (1 + n % 5))?));
     }
-    // No freed offset can be mapped.
-    for &from in used.keys().step_by(97) {
-        for file in &files {
-            expect(
-                "mmap of a freed offset",
-                Mapping::shared(file.as_fd(), from, 4096),
-                libc::EINVAL,
-            )?;
+    // Only the file that has the buffer can map it, and nobody after it was freed.
+    for (which, got) in handles.iter().step_by(97) {
+        for (file, has) in files.iter().enumerate().map(|(n, file)| (file, n == *which)) {
+            match Mapping::shared(file.as_fd(), got.mmap_offset, 4096) {
+                Ok(_) => ensure!(has, "another file maps the buffer at {:#x}", got.mmap_offset),
+                answer => expect("mmap of another file", answer, libc::EINVAL)?,
+            }
         }
     }
+    // A mapping keeps the pages of its buffer.
+    let (which, kept) = handles[handles.len() / 2];
+    let map = Mapping::shared(files[which].as_fd(), kept.mmap_offset, 4096).map_err(errno)?;
+    for (which, got) in handles.drain(..) {
+        free(files[which].as_fd(), got.handle).map_err(errno)?;
+        expect(
+            "mmap of a freed buffer",
+            Mapping::shared(files[which].as_fd(), got.mmap_offset, 4096),
+            libc::EINVAL,
+        )?;
+    }
+    // The offsets of a revoked buffer are not those of a buffer of the provider's successor.
+    let all = before.0 / 4 / 4096 * 4096;
+    let revoked = alloc(files[0].as_fd(), all).map_err(errno)?;
+    let overlaps = |got: &abi::p2pmem_alloc, from: u64, size: u64| {
+        got.mmap_offset < from + size && from < got.mmap_offset + got.size
+    };
+    ensure!(
+        !overlaps(&revoked, kept.mmap_offset, kept.size),
+        "a mapped buffer's offsets were used again"
+    );
+    bed.unpublish("accel0")?;
+    bed.publish("accel0")?;
+    let mut rest = alloc(files[0].as_fd(), 4096).map_err(errno)?;
+    loop {
+        ensure!(
+            !overlaps(&rest, revoked.mmap_offset, revoked.size) && !overlaps(&rest, kept.mmap_offset, kept.size),
+            "a revoked buffer's offsets were used again"
+        );
+        let Ok(next) = alloc(files[0].as_fd(), bed.provider("accel0")?.largest) else {
+            break;
+        };
+        rest = next;
+    }
+    expect(
+        "mmap of a revoked buffer",
+        Mapping::shared(files[0].as_fd(), revoked.mmap_offset, 4096),
+        libc::ENODEV,
+    )?;
+    drop(map);
     drop(files);
-    ensure!(bed.settled()? == before);
+    bed.settled()?;
     Ok(())
 }
 
