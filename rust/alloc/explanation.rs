@@ -203,17 +203,18 @@ impl QuickDecision {
         let mut capacities = KVec::from_elem(Capacity::REMOVED, parts.providers.len(), GFP_KERNEL_ACCOUNT)?;
         for (ranked, has) in self.ranking().iter().zip(&self.capacities) {
             if let Some(capacity) = capacities.get_mut(ranked.index) {
-                *capacity = *has;
+                *capacity = Capacity {
+                    free: has.free(),
+                    largest: has.largest,
+                };
             }
         }
         let mut candidates = KVec::with_capacity(capacities.len(), GFP_KERNEL_ACCOUNT)?;
         for (i, capacity) in capacities.iter().enumerate() {
-            let candidate = parts.candidate(i, *capacity, self.effect(i));
             let candidate = Candidate {
-                free: candidate.free.max(candidate.largest),
                 // A provider that ranks behind the chosen one may have a larger piece.
                 exact: false,
-                ..candidate
+                ..parts.candidate(i, *capacity, self.effect(i))
             };
             candidates.push(candidate, GFP_KERNEL_ACCOUNT)?;
         }

@@ -70,8 +70,6 @@ pub(crate) struct RuleSet {
     limiting: Applicable,
     /// Whether any rule reserves memory.
     reserves: bool,
-    /// Whether any rule depends on byte counts.
-    counts: bool,
     /// For a file's own rules that depend on byte counts.
     _counting: Option<Counting>,
 }
@@ -90,12 +88,10 @@ impl RuleSet {
     fn new(rules: KVec<Rule>, counting: Option<Counting>) -> Result<Arc<Self>> {
         let limiting = Applicable::of(&rules, Rule::limits_holders);
         let reserves = rules.iter().any(|rule| rule.reserve.is_some());
-        let counts = rules.iter().any(Rule::counts);
         let rule_set = Self {
             rules,
             limiting,
             reserves,
-            counts,
             _counting: counting,
         };
         Ok(Arc::new(rule_set, GFP_KERNEL_ACCOUNT)?)
@@ -104,10 +100,34 @@ impl RuleSet {
     pub(crate) fn is_empty(&self) -> bool {
         self.rules.is_empty()
     }
+
+    /// Returns whether decisions for a user that has the rules `applicable` depend on byte counts.
+    fn counts(&self, applicable: &Applicable) -> bool {
+        self.reserves || self.limiting.meets(applicable)
+    }
 }
 
 /// Bytes by [`ChargeKey`]. A key without bytes has no entry.
 struct ByteCounts(RBTree<ChargeKey, u64>);
+
+impl ByteCounts {
+    /// Sets the bytes of a key. A new key gets the memory that `new` returns. Errors: those of `new`.
+    fn put<E>(
+        &mut self,
+        key: ChargeKey,
+        bytes: u64,
+        new: impl FnOnce() -> core::result::Result<RBTreeNodeReservation<ChargeKey, u64>, E>,
+    ) -> core::result::Result<(), E> {
+        if bytes == 0 {
+            self.0.remove(&key);
+        } else if let Some(used) = self.0.get_mut(&key) {
+            *used = bytes;
+        } else {
+            self.0.insert(new()?.into_node(key, bytes));
+        }
+        Ok(())
+    }
+}
 
 impl quota::Store for ByteCounts {
     type Error = Error;
@@ -117,14 +137,7 @@ impl quota::Store for ByteCounts {
     }
 
     fn set(&mut self, key: ChargeKey, bytes: u64) -> Result {
-        if bytes == 0 {
-            self.0.remove(&key);
-        } else if let Some(used) = self.0.get_mut(&key) {
-            *used = bytes;
-        } else {
-            self.0.try_create_and_insert(key, bytes, GFP_KERNEL_ACCOUNT)?;
-        }
-        Ok(())
+        self.put(key, bytes, || RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT))
     }
 }
 
@@ -142,14 +155,8 @@ impl quota::Store for Prepared<'_> {
     }
 
     fn set(&mut self, key: ChargeKey, bytes: u64) -> core::result::Result<(), ()> {
-        if bytes == 0 {
-            self.counts.0.remove(&key);
-        } else if let Some(used) = self.counts.0.get_mut(&key) {
-            *used = bytes;
-        } else {
-            self.counts.0.insert(self.spare.pop().ok_or(())?.into_node(key, bytes));
-        }
-        Ok(())
+        let Self { counts, spare } = self;
+        counts.put(key, bytes, || spare.pop().ok_or(()))
     }
 }
 
@@ -203,7 +210,7 @@ struct ChargeRecord {
     bytes: u64,
     /// What is charged, if bytes were counted when the buffer was charged. Meaningless after counting stopped.
     charged: Option<Charged>,
-    /// The charge under the next rules, while [`State::enforce`] computes it.
+    /// The charge under the next rules, while [`State::count_all`] computes it.
     anew: Option<Charged>,
 }
 
@@ -468,7 +475,7 @@ impl ChargeSets {
 impl State {
     /// Returns whether bytes are counted.
     fn counts(&self) -> bool {
-        self.rule_set.counts || self.counting > 0
+        self.rule_set.counts(&Applicable::ALL) || self.counting > 0
     }
 
     /// Forgets the byte counts if nothing depends on them any more. Returns them, to be dropped without the lock.
@@ -478,7 +485,7 @@ impl State {
 
     /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
     fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
-        if rule_set.counts || self.counting > 0 {
+        if rule_set.counts(&Applicable::ALL) || self.counting > 0 {
             self.count_all(&rule_set)?;
         }
         self.rule_set = rule_set;

@@ -80,7 +80,7 @@ impl ApplicableRules {
 
     /// Whether any of these rules depends on byte counts.
     fn counts(&self) -> bool {
-        self.rule_set.reserves || self.rule_set.limiting.meets(&self.applicable)
+        self.rule_set.counts(&self.applicable)
     }
 
     /// Returns the effect on `provider` for `clients`, except for what byte counts decide.
