@@ -79,8 +79,6 @@ struct Removal {
 /// A work item that runs a removal on the module's workqueue.
 #[pin_data]
 struct RemovalWork {
-    function: Function,
-    orchestrator: Arc<Orchestrator>,
     #[pin]
     removal: Mutex<Option<Removal>>,
     #[pin]
@@ -95,18 +93,20 @@ impl WorkItem for RemovalWork {
     type Pointer = Arc<Self>;
 
     fn run(this: Arc<Self>) {
-        this.finish();
-        driver::recover(&this.function, || this.orchestrator.release_lost(&this.function, true));
+        let Some(removal) = this.take() else {
+            return;
+        };
+        let (orchestrator, provider) = (removal.orchestrator.clone(), removal.provider.clone());
+        removal.run();
+        let function = provider.function();
+        driver::recover(function, || orchestrator.release_lost(function, true));
     }
 }
 
 impl RemovalWork {
-    /// Runs the removal, unless it has been run already.
-    fn finish(&self) {
-        let removal = self.removal.lock().take();
-        if let Some(removal) = removal {
-            removal.run();
-        }
+    /// Returns the removal, unless it has been taken already.
+    fn take(&self) -> Option<Removal> {
+        self.removal.lock().take()
     }
 }
 
@@ -127,8 +127,6 @@ impl Orchestrator {
         // Allocates before step 1: nothing after `stop` may fail.
         let work = Arc::pin_init(
             pin_init!(RemovalWork {
-                function: function.clone(),
-                orchestrator: self.clone(),
                 removal <- new_mutex!(None),
                 work <- new_work!("p2pmem_removal"),
             }),
@@ -142,7 +140,9 @@ impl Orchestrator {
                 kind,
             });
             if !workqueue::enqueue(work.clone()) {
-                work.finish();
+                if let Some(removal) = work.take() {
+                    removal.run();
+                }
             }
         }
         Ok(Some(provider))

@@ -147,12 +147,19 @@ pub(crate) fn recover(function: &Function, clear: impl FnOnce()) {
         if !waits {
             return;
         }
-        let answers = function.has_memory_space();
-        if answers {
-            clear();
-        }
-        set_state(function.as_raw(), if answers { State::Ready } else { State::Failed });
+        ready_if_it_answers(function, clear);
     });
+}
+
+/// Sets the state of a bound device after a reset by whether its memory answers, which this returns. Calls `clear` before, if it
+/// does.
+fn ready_if_it_answers(function: &Function, clear: impl FnOnce()) -> bool {
+    let answers = function.has_memory_space();
+    if answers {
+        clear();
+    }
+    set_state(function.as_raw(), if answers { State::Ready } else { State::Failed });
+    answers
 }
 
 /// Forgets a device that is not bound, or is being unbound.
@@ -258,19 +265,12 @@ impl<H: Hooks> Driver<H> {
     unsafe fn ready_again(device: *mut bindings::pci_dev) -> bool {
         // SAFETY: The caller guarantees a bound device, which is valid and not null.
         let function = unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) };
-        if !function.has_memory_space() {
-            set_state(device, State::Failed);
-            return false;
-        }
         // The removal ends after it took the provider off the list, and `recover()` waits for the device lock.
-        let state = if H::is_provided(&function) {
-            State::Answering
-        } else {
-            H::recovered(&function);
-            State::Ready
-        };
-        set_state(device, state);
-        true
+        if H::is_provided(&function) && function.has_memory_space() {
+            set_state(device, State::Answering);
+            return true;
+        }
+        ready_if_it_answers(&function, || H::recovered(&function))
     }
 
     /// Withdraws the device's pool. Returns the function.
