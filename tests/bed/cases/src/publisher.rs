@@ -72,28 +72,21 @@ const MODULE: &str = "p2pmem_publisher";
 pub(super) struct Publisher<'a> {
     bed: &'a Bed,
     sysfs: PathBuf,
-    bdf: String,
 }
 
 impl<'a> Publisher<'a> {
     pub(super) fn new(bed: &'a Bed) -> Result<Publisher<'a>> {
         bed.unpublish("accel0")?;
-        load()?;
+        bind(bed, "accel0")?;
         let device = bed.device("accel0")?;
-        let publisher = Publisher {
+        Ok(Publisher {
             bed,
             sysfs: device.sysfs(),
-            bdf: device.bdf.clone(),
-        };
-        write(&publisher.sysfs.join("driver_override"), "p2pmem-publisher")?;
-        publisher.bind()?;
-        Ok(publisher)
+        })
     }
 
     pub(super) fn bind(&self) -> Result<()> {
-        write(Path::new("/sys/bus/pci/drivers_probe"), &self.bdf)?;
-        ensure!(self.sysfs.join("publish").exists(), "accel0 was not bound");
-        Ok(())
+        bind(self.bed, "accel0")
     }
 
     /// Publishes `BAR OFFSET SIZE RESERVE HOW`.
@@ -127,12 +120,12 @@ impl<'a> Publisher<'a> {
     }
 }
 
-/// Binds a device other than accel0 to the driver, which wants a reset after every error.
+/// Binds a device to the driver, which wants a reset after every error.
 pub(super) fn bind(bed: &Bed, name: &str) -> Result<()> {
     load()?;
+    bed.unbind(name)?;
     let sysfs = bed.device(name)?.sysfs();
     write(&sysfs.join("driver_override"), "p2pmem-publisher")?;
-    write(&sysfs.join("driver/unbind"), &bed.device(name)?.bdf)?;
     write(Path::new("/sys/bus/pci/drivers_probe"), &bed.device(name)?.bdf)?;
     ensure!(sysfs.join("publish").exists(), "{name} was not bound");
     Ok(())
