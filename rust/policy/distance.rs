@@ -7,6 +7,7 @@
 
 use crate::policy::path::{
     indexed,
+    narrowest,
     Path,
     PathClass, //
 };
@@ -36,10 +37,7 @@ impl Reach {
         for (client, path) in indexed(paths).take(clients) {
             reach.note(client, (path.class, path.hops));
             reach.hops = reach.hops.saturating_add(path.hops);
-            reach.bandwidth = match (reach.bandwidth, path.bandwidth) {
-                (0, link) | (link, 0) => link,
-                (a, b) => a.min(b),
-            };
+            reach.bandwidth = narrowest(reach.bandwidth, path.bandwidth);
             reach.numa_distance = reach.numa_distance.max(path.numa_distance);
         }
         if paths.len() < clients {

@@ -40,6 +40,11 @@ impl PciAddr {
         })
     }
 
+    /// Returns the address as a number, by which a table of functions is sorted.
+    pub(crate) fn number(self) -> u64 {
+        (u64::from(self.domain) << 16) | (u64::from(self.bus) << 8) | u64::from(self.devfn)
+    }
+
     /// Whether both are functions of one slot on one bus.
     fn same_slot(self, other: Self) -> bool {
         self.domain == other.domain && self.bus == other.bus && self.devfn >> 3 == other.devfn >> 3
@@ -71,6 +76,14 @@ impl PortKind {
             (Some(0x5), true) => Self::Upstream,
             (Some(0x6), true) => Self::Downstream,
             (_, true) => Self::Bridge,
+        }
+    }
+
+    /// Whether Link Status describes the link above the function, not the one below.
+    pub(crate) fn has_link_above(self) -> bool {
+        match self {
+            Self::RootPort | Self::Downstream => false,
+            Self::Endpoint | Self::Upstream | Self::Bridge => true,
         }
     }
 }
@@ -138,9 +151,9 @@ impl Port {
 
     /// Returns the bandwidth of the link above the function in MB/s, 0 if there is none or it is unknown.
     fn link_above(&self) -> u32 {
-        match self.kind {
-            PortKind::RootPort | PortKind::Downstream => 0,
-            PortKind::Endpoint | PortKind::Upstream | PortKind::Bridge => self.link,
+        match self.kind.has_link_above() {
+            true => self.link,
+            false => 0,
         }
     }
 }
@@ -222,7 +235,7 @@ pub(crate) fn indexed<T>(slice: &[T]) -> impl Iterator<Item = (usize, &T)> {
 
 impl Path {
     /// The path to or from a function that is gone.
-    const NONE: Self = Self {
+    pub(crate) const NONE: Self = Self {
         class: PathClass::Unreachable,
         hops: 0,
         acs_redirect: false,
@@ -259,23 +272,20 @@ impl Walk {
         bandwidth: 0,
     };
 
-    /// Adds another walk.
-    fn add(&mut self, other: Self) {
-        self.acs_redirect |= other.acs_redirect;
-        self.switches = self.switches.saturating_add(other.switches);
-        self.bandwidth = match (self.bandwidth, other.bandwidth) {
-            (0, link) | (link, 0) => link,
-            (narrowest, link) => narrowest.min(link),
-        };
-    }
-
     /// Goes from `port` to the bridge above it.
     fn pass(&mut self, port: &Port) {
-        self.add(Self {
-            acs_redirect: port.acs_redirect,
-            switches: u32::from(matches!(port.kind, PortKind::Upstream | PortKind::Bridge)),
-            bandwidth: port.link_above(),
-        });
+        let is_crossed = matches!(port.kind, PortKind::Upstream | PortKind::Bridge);
+        self.acs_redirect |= port.acs_redirect;
+        self.switches = self.switches.saturating_add(u32::from(is_crossed));
+        self.bandwidth = narrowest(self.bandwidth, port.link_above());
+    }
+}
+
+/// Returns the smaller one of two bandwidths, of which 0 is unknown.
+pub(super) fn narrowest(one: u32, other: u32) -> u32 {
+    match (one, other) {
+        (0, link) | (link, 0) => link,
+        (one, other) => one.min(other),
     }
 }
 
@@ -286,13 +296,13 @@ fn above<'a>(ports: &'a [Port], at: usize, port: &Port) -> Option<(usize, &'a Po
     Some((bridge, ports.get(bridge)?))
 }
 
-/// Walks up from two functions to the lowest common bridge, or to the root bus if there is none. Returns what both walks have passed,
-/// and the bridge.
+/// Walks up from two functions to the lowest common bridge. Returns what both walks have passed, and the bridge with its index;
+/// `None` if there is none.
 fn meet<'a>(
     ports: &'a [Port],
     mut one: (usize, &'a Port),
     mut other: (usize, &'a Port),
-) -> (Walk, Option<(usize, &'a Port)>) {
+) -> Option<(Walk, usize, &'a Port)> {
     let mut walk = Walk::NONE;
     while one.0 != other.0 {
         // The lower one goes up.
@@ -300,15 +310,9 @@ fn meet<'a>(
             core::mem::swap(&mut one, &mut other);
         }
         walk.pass(one.1);
-        match above(ports, one.0, one.1) {
-            Some(bridge) => one = bridge,
-            None => {
-                walk.pass(other.1);
-                return (walk, None);
-            }
-        }
+        one = above(ports, one.0, one.1)?;
     }
-    (walk, Some(one))
+    Some((walk, one.0, one.1))
 }
 
 /// Returns whether two functions, `up_a` and `up_b` steps below `bridge`, belong to one device.
@@ -322,90 +326,91 @@ fn same_device((a, up_a): (&Port, u32), (b, up_b): (&Port, u32), bridge: &Port) 
     }
 }
 
+/// What a path takes from outside of the table of functions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Between {
+    /// The kernel's distance between the two NUMA nodes, 0 if one is unknown.
+    pub(crate) numa_distance: u32,
+    /// Whether the root complex forwards traffic between the two host bridges. `None` if this is not known.
+    pub(crate) forwards: Option<bool>,
+}
+
 /// Classifies the path between a provider and a client, given by their indexes in the table of all functions. An index
 /// outside of the table stands for a function that is gone, which nothing reaches.
 ///
-/// `numa_distance` is the kernel's distance between the two nodes, 0 if one is unknown. `forwards` returns whether the root
-/// complex forwards traffic between both functions; it is called only for traffic that goes there.
+/// Returns `None` if the path goes through the root complex, and [`Between::forwards`] is not known.
 ///
-/// The result is symmetric in `provider` and `client`, if `forwards` is.
-pub(crate) fn classify(
-    ports: &[Port],
-    provider: usize,
-    client: usize,
-    numa_distance: u32,
-    forwards: impl FnOnce() -> bool,
-) -> Path {
+/// The result is symmetric in `provider` and `client`.
+#[inline]
+pub(crate) fn classify(ports: &[Port], provider: usize, client: usize, between: Between) -> Option<Path> {
     let (Some(a), Some(b)) = (ports.get(provider), ports.get(client)) else {
-        return Path::NONE;
+        return Some(Path::NONE);
     };
-    // Both walks up to the root complex.
-    let mut whole = a.up;
-    whole.add(b.up);
-    let (walk, common) = match a.root == b.root {
-        true => meet(ports, (provider, a), (client, b)),
-        false => (whole, None),
-    };
-    let top = common.map_or(0, |(_, bridge)| bridge.depth);
-    let hops = match common {
-        Some(_) => a.depth.saturating_sub(top).saturating_add(b.depth.saturating_sub(top)),
-        None => a.depth.saturating_add(b.depth).saturating_add(2),
-    };
-
-    // As in the kernel, the common bridge's own ACS control counts: a port that redirects does not turn peer traffic from
-    // below around.
-    let acs_redirect = walk.acs_redirect || common.is_some_and(|(_, bridge)| bridge.acs_redirect);
-    let class_below = common.filter(|_| !acs_redirect).map(|(_, bridge)| {
-        let (up_a, up_b) = (
-            a.depth.saturating_sub(bridge.depth),
-            b.depth.saturating_sub(bridge.depth),
-        );
-        // A path that ends in the downstream port above the other function has that switch's upstream port not in it. A
-        // conventional bridge is crossed only if it is below the common bridge.
-        let turns_in_switch = match bridge.kind {
-            PortKind::Upstream => true,
-            PortKind::Downstream => up_a == 0 || up_b == 0,
-            PortKind::Endpoint | PortKind::RootPort | PortKind::Bridge => false,
+    // Traffic that turns around in the root complex crosses all links above both functions.
+    let through_root = |hops, acs_redirect, bridge| {
+        let class = match between.forwards? {
+            false => PathClass::Unreachable,
+            true if a.host_bridge == b.host_bridge => PathClass::HostBridge,
+            true if a.numa_node >= 0 && a.numa_node == b.numa_node => PathClass::NumaNode,
+            true => PathClass::System,
         };
-        if same_device((a, up_a), (b, up_b), bridge) {
-            PathClass::SameDevice
-        } else if walk.switches.saturating_add(u32::from(turns_in_switch)) <= 1 {
-            PathClass::SameSwitch
-        } else {
-            PathClass::Switches
-        }
-    });
-
-    let same_node = a.numa_node >= 0 && a.numa_node == b.numa_node;
-    let class = match class_below {
-        Some(class) => class,
-        None if !forwards() => PathClass::Unreachable,
-        None if a.host_bridge == b.host_bridge => PathClass::HostBridge,
-        None if same_node => PathClass::NumaNode,
-        None => PathClass::System,
+        Some(Path {
+            class,
+            hops,
+            acs_redirect,
+            bus_addr: false,
+            bandwidth: narrowest(a.up.bandwidth, b.up.bandwidth),
+            numa_distance: between.numa_distance,
+            bridge,
+        })
     };
-
+    let common = match a.root == b.root {
+        true => meet(ports, (provider, a), (client, b)),
+        false => None,
+    };
+    let Some((walk, at, bridge)) = common else {
+        let hops = a.depth.saturating_add(b.depth).saturating_add(2);
+        return through_root(hops, a.up.acs_redirect || b.up.acs_redirect, None);
+    };
+    let (up_a, up_b) = (
+        a.depth.saturating_sub(bridge.depth),
+        b.depth.saturating_sub(bridge.depth),
+    );
+    let hops = up_a.saturating_add(up_b);
     // If one function is above the other, or both are the same, the bridge above that function is the lowest bridge above
     // both.
-    let lowest = match common {
-        Some((at, bridge)) if at == provider || at == client => above(ports, at, bridge),
-        common => common,
+    let lowest = match at == provider || at == client {
+        true => above(ports, at, bridge).map(|(_, port)| port.addr),
+        false => Some(bridge.addr),
     };
-
-    Path {
+    // As in the kernel, the common bridge's own ACS control counts: a port that redirects does not turn peer traffic from
+    // below around.
+    if walk.acs_redirect || bridge.acs_redirect {
+        return through_root(hops, true, lowest);
+    }
+    // A path that ends in the downstream port above the other function has that switch's upstream port not in it. A
+    // conventional bridge is crossed only if it is below the common bridge.
+    let turns_in_switch = match bridge.kind {
+        PortKind::Upstream => true,
+        PortKind::Downstream => up_a == 0 || up_b == 0,
+        PortKind::Endpoint | PortKind::RootPort | PortKind::Bridge => false,
+    };
+    let (class, bandwidth) = if same_device((a, up_a), (b, up_b), bridge) {
+        (PathClass::SameDevice, 0)
+    } else if walk.switches.saturating_add(u32::from(turns_in_switch)) <= 1 {
+        (PathClass::SameSwitch, walk.bandwidth)
+    } else {
+        (PathClass::Switches, walk.bandwidth)
+    };
+    Some(Path {
         class,
         hops,
-        acs_redirect,
-        bus_addr: class_below.is_some(),
-        bandwidth: match class_below {
-            Some(PathClass::SameDevice) => 0,
-            Some(_) => walk.bandwidth,
-            // Traffic that turns around in the root complex also crosses the links above the common bridge.
-            None => whole.bandwidth,
-        },
-        numa_distance,
-        bridge: lowest.map(|(_, port)| port.addr),
-    }
+        acs_redirect: false,
+        bus_addr: true,
+        bandwidth,
+        numa_distance: between.numa_distance,
+        bridge: lowest,
+    })
 }
 
 /// Returns the bandwidth of a link in one direction, in MB/s (10^6 bytes), rounded down, after line encoding and before
@@ -443,6 +448,16 @@ pub(crate) fn link_bandwidth_of_status(link_status: u16) -> u32 {
 mod tests {
     use super::*;
 
+    /// Returns the path if the root complex forwards.
+    fn through(ports: &[Port], one: usize, other: usize) -> Path {
+        let between = Between {
+            numa_distance: 10,
+            forwards: Some(true),
+        };
+        // With a known verdict there is a path.
+        classify(ports, one, other, between).unwrap_or(Path::NONE)
+    }
+
     const PORT: Port = Port {
         kind: PortKind::RootPort,
         numa_node: 0,
@@ -468,7 +483,7 @@ mod tests {
                 let one = function((5, 0x80), PortKind::Endpoint, 0);
                 let bridge = Port { kind: above, ..PORT }.placed(0, None);
                 let below = |port: Port, at| port.placed(at, Some((0, &bridge)));
-                classify(&[bridge, below(one, 1), below(other, 2)], 1, 2, 10, || true).class
+                through(&[bridge, below(one, 1), below(other, 2)], 1, 2).class
             })
         };
         let (one, two) = (PathClass::SameDevice, PathClass::SameSwitch);
@@ -486,7 +501,7 @@ mod tests {
     #[test]
     fn removed_functions_are_unreachable() {
         for (a, b) in [(0, 1), (1, 0), (1, 1)] {
-            let path = classify(&[PORT], a, b, 10, || true);
+            let path = through(&[PORT], a, b);
             assert_eq!((path.class, path.kernel_distance()), (PathClass::Unreachable, -1));
             assert!(!path.bus_addr);
             assert_eq!(path.bridge, None);
@@ -591,15 +606,21 @@ mod tests {
             (c, d, PathClass::System, 4, 4_000),
             (a, d, PathClass::System, 6, 2_000),
         ] {
-            let path = classify(&ports, one, other, 10, || true);
+            let path = through(&ports, one, other);
             assert_eq!((path.class, path.hops, path.bandwidth), (class, hops, bandwidth));
             assert_eq!(path.kernel_distance(), hops as i32);
             let below = class <= PathClass::Switches;
             assert_eq!(path.bus_addr, below);
-            assert_eq!(classify(&ports, other, one, 10, || true), path);
+            assert_eq!(through(&ports, other, one), path);
             // Only traffic that goes to the root complex needs its verdict.
-            let refused = classify(&ports, one, other, 10, || false);
-            assert!((refused.class == PathClass::Unreachable) != below);
+            let between = |forwards| Between {
+                numa_distance: 10,
+                forwards,
+            };
+            let unknown = classify(&ports, one, other, between(None));
+            assert_eq!(unknown, below.then_some(path));
+            let refused = classify(&ports, one, other, between(Some(false))).map(|path| path.class);
+            assert!((refused == Some(PathClass::Unreachable)) != below);
         }
     }
 }

@@ -266,7 +266,7 @@ impl File {
             if !log::capable_admin() {
                 return Err(refuse!(EPERM, "P2PMEM_PATHS_RESCAN takes CAP_SYS_ADMIN"));
             }
-            self.orchestrator.forget_topology();
+            self.orchestrator.refresh_topology()?;
         }
         let clients = names.as_slice();
         let snapshot = self.orchestrator.snapshot(clients)?;

@@ -36,7 +36,7 @@ use kernel::{
 };
 
 impl Orchestrator {
-    /// Drops the table of functions and all snapshots. For a function that came or went, and for a change of ACS.
+    /// Drops the table of functions and all snapshots. For a function that came or went.
     pub(crate) fn forget_topology(&self) {
         // A table that is being collected must not be kept, and no snapshot of the old one: `forget_snapshots` counts once more.
         self.generation.fetch_add(1, Relaxed);
@@ -44,6 +44,22 @@ impl Orchestrator {
         // The last reference to a function frees it.
         drop(old);
         self.forget_snapshots();
+    }
+
+    /// Reads what changes without a notification again, such as ACS. Errors: `ENOMEM`.
+    pub(crate) fn refresh_topology(&self) -> Result {
+        let generation = self.generation();
+        let known = self.topology.lock().clone();
+        let new = known.map(|topology| topology.read_again()).transpose()?;
+        let mut topology = self.topology.lock();
+        // Counted with the lock held, so that a table with older registers is not kept.
+        let is_current = self.generation.fetch_add(1, Relaxed) == generation;
+        // If a function came or went meanwhile, the next user collects all functions.
+        let old = core::mem::replace(&mut *topology, new.filter(|_| is_current));
+        drop(topology);
+        drop(old);
+        self.forget_snapshots();
+        Ok(())
     }
 
     /// Drops all snapshots. For a provider that came or went.

@@ -45,7 +45,7 @@ pub fn entry_points(
     paths: &[path::Path],
     ranked: (&mut [ranking::RankedProvider<u64>], &mut [ranking::Capacity]),
     text: &str,
-) -> (verdict::Choice, path::Path, u64, Option<path::PathClass>, path::PortKind) {
+) -> (verdict::Choice, Option<path::Path>, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     let (admin, own, subject) = rules;
     let who = rule_effect::Applicable::to(admin, subject);
@@ -95,7 +95,7 @@ pub fn entry_points(
     let joined = ranges.iter().copied().reduce(|a, b| a.join(b).unwrap_or(b)).map_or(0, |r| r.size);
     (
         placement::decide(request, candidates, verdicts),
-        path::classify(ports, n as usize, m as usize, o, || p & 1 == 0),
+        path::classify(ports, n as usize, m as usize, path::Between { numa_distance: o, forwards: (p & 2 == 0).then_some(p & 1 == 0) }),
         path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined ^ shadowed,
         path::PathClass::from_raw(p),
         path::PortKind::from_pcie_type((n > 4).then_some(m as u8), o > 9),

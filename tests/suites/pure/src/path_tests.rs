@@ -4,6 +4,7 @@
 //! are in `path.rs` itself.
 
 use crate::policy::path::{
+    Between,
     Path,
     PathClass,
     PciAddr,
@@ -20,10 +21,6 @@ use crate::tree::{
 };
 use p2pmem_proptest::config;
 use proptest::prelude::*;
-
-fn classify_in(tree: &Tree, a: NodeId, b: NodeId) -> Path {
-    classify(&tree.ports(), a, b, tree.numa_distance(a, b), || tree.forwards(a, b))
-}
 
 fn add(tree: &mut Tree, parent: Option<NodeId>, host: usize, kind: PortKind, link: u32) -> NodeId {
     tree.add(parent, host, New { link, ..New::of(kind) })
@@ -80,7 +77,7 @@ fn machine(nodes: [i32; 2]) -> Machine {
 
 #[track_caller]
 fn check(tree: &Tree, a: NodeId, b: NodeId, class: PathClass, hops: u32, bus_addr: bool, bandwidth: u32) {
-    let path = classify_in(tree, a, b);
+    let path = tree.path(a, b);
     assert_eq!(
         (path.class, path.hops, path.bus_addr, path.bandwidth),
         (class, hops, bus_addr, bandwidth),
@@ -113,7 +110,7 @@ fn paths_match_kernel() {
 fn unknown_numa_nodes_differ() {
     for nodes in [[-1, -1], [0, -1], [-1, 1]] {
         let m = machine(nodes);
-        let path = classify_in(&m.tree, m.direct[0][0], m.direct[1][0]);
+        let path = m.tree.path(m.direct[0][0], m.direct[1][0]);
         assert_eq!((path.class, path.numa_distance), (PathClass::System, 0), "{nodes:?}");
     }
 }
@@ -124,24 +121,15 @@ fn common_bridge_is_found() {
     let t = &m.tree;
     let addr = |node: NodeId| t.nodes[node].addr;
     let upstream = m.upstream[0];
-    assert_eq!(
-        classify_in(t, m.switched[0][0], m.switched[0][1]).bridge,
-        Some(addr(upstream))
-    );
-    assert_eq!(
-        classify_in(t, m.switched[0][0], m.nested[1]).bridge,
-        Some(addr(upstream))
-    );
-    assert_eq!(classify_in(t, m.switched[0][0], m.direct[0][0]).bridge, None);
-    assert_eq!(classify_in(t, m.root_devices[0], m.root_devices[0]).bridge, None);
+    assert_eq!(t.path(m.switched[0][0], m.switched[0][1]).bridge, Some(addr(upstream)));
+    assert_eq!(t.path(m.switched[0][0], m.nested[1]).bridge, Some(addr(upstream)));
+    assert_eq!(t.path(m.switched[0][0], m.direct[0][0]).bridge, None);
+    assert_eq!(t.path(m.root_devices[0], m.root_devices[0]).bridge, None);
     // A function is not below itself, and neither is a port.
     let port = t.nodes[m.direct[0][0]].parent.unwrap();
-    assert_eq!(classify_in(t, m.direct[0][0], m.direct[0][0]).bridge, Some(addr(port)));
-    assert_eq!(classify_in(t, port, m.direct[0][0]).bridge, None);
-    assert_eq!(
-        classify_in(t, m.nested[0], upstream).bridge,
-        t.nodes[upstream].parent.map(addr)
-    );
+    assert_eq!(t.path(m.direct[0][0], m.direct[0][0]).bridge, Some(addr(port)));
+    assert_eq!(t.path(port, m.direct[0][0]).bridge, None);
+    assert_eq!(t.path(m.nested[0], upstream).bridge, t.nodes[upstream].parent.map(addr));
 }
 
 #[test]
@@ -158,7 +146,7 @@ fn acs_on_any_port_routes_switch_path_through_root_complex() {
     for port in on_the_way {
         let mut tree = m.tree.clone();
         tree.nodes[port].acs = true;
-        let path = classify_in(&tree, a, b);
+        let path = tree.path(a, b);
         assert!(path.acs_redirect && !path.bus_addr, "{path:?}");
         assert_eq!((path.class, path.hops), (PathClass::HostBridge, 4));
         // The link between the switch and the root port is now the narrowest one.
@@ -169,7 +157,7 @@ fn acs_on_any_port_routes_switch_path_through_root_complex() {
     let mut tree = m.tree.clone();
     let root_port = tree.nodes[m.upstream[0]].parent.unwrap();
     tree.nodes[root_port].acs = true;
-    assert_eq!(classify_in(&tree, a, b), classify_in(&m.tree, a, b));
+    assert_eq!(tree.path(a, b), m.tree.path(a, b));
 }
 
 proptest! {
@@ -189,7 +177,7 @@ proptest! {
                 (a.index(tree.nodes.len()), b.index(tree.nodes.len()))
             };
             let expected = tree.graph_path(a, b);
-            let path = classify_in(&tree, a, b);
+            let path = tree.path(a, b);
             let reachable = tree.kernel_distance(a, b) >= 0;
             prop_assert_eq!(path.hops, expected.hops);
             prop_assert_eq!(path.acs_redirect, expected.acs_redirect);
@@ -199,7 +187,7 @@ proptest! {
             prop_assert_eq!(path.bridge, expected.bridge);
             prop_assert_eq!(path.kernel_distance(), tree.kernel_distance(a, b));
             prop_assert_eq!(path.numa_distance, tree.numa_distance(a, b));
-            prop_assert_eq!(path, classify_in(&tree, b, a), "the reverse path");
+            prop_assert_eq!(path, tree.path(b, a), "the reverse path");
         }
     }
 
@@ -216,7 +204,7 @@ proptest! {
         }
         let endpoints = tree.endpoints();
         let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
-        let before = classify_in(&tree, a, b);
+        let before = tree.path(a, b);
         prop_assert!(!before.acs_redirect);
         prop_assert_ne!(before.bus_addr, before.class >= PathClass::HostBridge);
 
@@ -230,7 +218,7 @@ proptest! {
             walk.len()
         };
         tree.nodes[walk[port.index(steps)]].acs = true;
-        let after = classify_in(&tree, a, b);
+        let after = tree.path(a, b);
         prop_assert!(after.acs_redirect && !after.bus_addr);
         prop_assert!(after.class >= PathClass::HostBridge);
         prop_assert!(after.class == PathClass::HostBridge || after.class == before.class);
@@ -252,14 +240,12 @@ proptest! {
     fn root_complex_that_does_not_forward_is_unreachable(tree in tree(), a: prop::sample::Index, b: prop::sample::Index) {
         let endpoints = tree.endpoints();
         let (a, b) = (*a.get(&endpoints), *b.get(&endpoints));
-        let mut asked = false;
-        let path = classify(&tree.ports(), a, b, 10, || {
-            asked = true;
-            false
-        });
-        prop_assert_eq!(asked, tree.graph_path(a, b).through_root);
-        prop_assert_eq!(path.class == PathClass::Unreachable, asked);
-        prop_assert_eq!(path.bus_addr, !asked);
+        let through_root = tree.graph_path(a, b).through_root;
+        let path = |forwards| classify(&tree.ports(), a, b, Between { numa_distance: 10, forwards });
+        let refused = path(Some(false)).expect("a known verdict");
+        prop_assert_eq!(refused.class == PathClass::Unreachable, through_root);
+        prop_assert_eq!(refused.bus_addr, !through_root);
+        prop_assert_eq!(path(None), (!through_root).then_some(refused));
     }
 
     /// Tables that no machine has (bridges that are no bridges, any kinds in any order, a place that is wrong) give an answer.
@@ -287,7 +273,7 @@ proptest! {
             };
             ports.push(port.placed(at, bridge.and_then(|bridge| Some((bridge, ports.get(bridge)?)))));
         }
-        let path = classify(&ports, a, b, u32::MAX, || forwards);
+        let path = classify(&ports, a, b, Between { numa_distance: u32::MAX, forwards: Some(forwards) }).expect("a known verdict");
         prop_assert!(path.hops as usize <= 2 * ports.len());
         prop_assert!(path.class != PathClass::Unreachable || !path.bus_addr);
     }

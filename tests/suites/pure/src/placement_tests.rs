@@ -10,8 +10,7 @@ use crate::oracle::{
 };
 use crate::policy::path::{
     Path,
-    PathClass,
-    classify, //
+    PathClass, //
 };
 use crate::policy::rule_effect::{
     OverLimit,
@@ -1118,16 +1117,12 @@ proptest! {
     ) {
         let endpoints = tree.endpoints();
         let clients: Vec<usize> = by.iter().map(|by| *by.get(&endpoints)).collect();
-        let ports = tree.ports();
         let request = Request { clients: clients.len(), size: 1 + request.size % 3, align: 1, ..request };
         let providers: Vec<Provider> = (1..)
             .zip(&at)
             .map(|(id, (place, free, holes, live))| {
                 let node = *place.get(&endpoints);
-                let path = |&client| {
-                    classify(&ports, node, client, tree.numa_distance(node, client), || tree.forwards(node, client))
-                };
-                let paths = clients.iter().map(path).collect();
+                let paths = clients.iter().map(|&client| tree.path(node, client)).collect();
                 Provider { id, live: *live, start: 0, size: 4, free: *free, largest: free.saturating_sub(*holes), paths, effect: RuleEffect::NONE }
             })
             .collect();

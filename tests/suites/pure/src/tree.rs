@@ -7,10 +7,13 @@
 //! walk.
 
 use crate::policy::path::{
+    Between,
+    Path,
     PathClass,
     PciAddr,
     Port,
     PortKind,
+    classify,
     host_bridge_id, //
 };
 use proptest::collection::vec;
@@ -404,8 +407,17 @@ impl Tree {
         ports
     }
 
+    /// Returns the path between two functions, as the code under test finds it.
+    pub(crate) fn path(&self, a: NodeId, b: NodeId) -> Path {
+        let between = Between {
+            numa_distance: self.numa_distance(a, b),
+            forwards: Some(self.forwards(a, b)),
+        };
+        classify(&self.ports(), a, b, between).expect("a known verdict")
+    }
+
     /// Returns whether both root complexes forward peer traffic.
-    pub(crate) fn forwards(&self, a: NodeId, b: NodeId) -> bool {
+    fn forwards(&self, a: NodeId, b: NodeId) -> bool {
         [a, b].iter().all(|&node| self.hosts[self.nodes[node].host].forwards)
     }
 
