@@ -15,7 +15,6 @@ use crate::ext::{
     pci::Function,
     publisher, //
 };
-use crate::sys;
 use kernel::{
     bindings,
     device::Bound,
@@ -130,7 +129,7 @@ impl<L: Listener> Notifier<L> {
                         ..pin_init::zeroed()
                     });
                     // INVARIANT: The block is registered if the call succeeds; otherwise there is no `Notifier`.
-                    bindings::bus_register_notifier(sys::p2pmem_pci_bus_type(), slot)
+                    bindings::bus_register_notifier(&raw const bindings::pci_bus_type, slot)
                 })
                 .inspect_err(|_| REGISTERED.store(false, Relaxed))?;
                 *POOLS.lock() = Some(KVec::new());
@@ -189,7 +188,7 @@ impl<L: Listener> PinnedDrop for Notifier<L> {
             }
         }
         // SAFETY: By the type invariant the block is registered with this chain. The call waits for callbacks that run.
-        unsafe { bindings::bus_unregister_notifier(sys::p2pmem_pci_bus_type(), self.block.get()) };
+        unsafe { bindings::bus_unregister_notifier(&raw const bindings::pci_bus_type, self.block.get()) };
         REGISTERED.store(false, Relaxed);
         // From here on nobody would report that a device is removed.
         driver::forget_all();

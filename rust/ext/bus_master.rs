@@ -20,7 +20,7 @@ use crate::{
 };
 use core::ptr::NonNull;
 use kernel::{
-    new_condvar, new_mutex,
+    bindings, new_condvar, new_mutex,
     prelude::*,
     sync::{
         Arc,
@@ -95,17 +95,38 @@ impl BusMaster {
     /// When this has disabled bus mastering, the device's posted writes have left the device, and its reads have completed
     /// or 0.7 s have passed.
     fn set(&self, enable: bool) {
-        let pdev = self.function.as_raw();
-        // SAFETY: `function` keeps the device valid, and with it the bus whose configuration space the calls access. The
-        // device is not a removed virtual function: it is present when it is bound, and `self` is used while it is bound.
-        unsafe {
-            if enable {
-                sys::p2pmem_pci_start_dma(pdev);
-            } else if sys::p2pmem_pci_does_dma(pdev) {
-                // Not again if it is disabled: the wait for pending reads can take long, and callers hold others' locks.
-                sys::p2pmem_pci_stop_dma(pdev);
+        let (pdev, device) = (self.function.as_raw(), self.function.as_raw_device());
+        if enable {
+            // SAFETY: `function` keeps the device valid, and with it the bus whose configuration space the call accesses. The
+            // device is not a removed virtual function: it is present when it is bound, and `self` is used while it is bound.
+            unsafe {
+                // Endpoints of PCI Express have to generate addresses of 64 bits; other functions keep the kernel's default of 32
+                // bits. Cannot fail: no device has a limit above 64 bits, and the DMA API of a PCI function accepts all masks.
+                if self.function.pcie_type() == Some(bindings::PCI_EXP_TYPE_ENDPOINT as u8) {
+                    bindings::dma_set_mask_and_coherent(device, u64::MAX);
+                }
+                // Addresses and sizes go to programs, so segments have no largest size.
+                bindings::dma_set_max_seg_size(device, u32::MAX);
+                bindings::pci_set_master(pdev);
+            }
+        } else if self.is_enabled() {
+            // Not again if it is disabled: the wait for pending reads can take long, and callers hold others' locks.
+            // SAFETY: As above.
+            unsafe { bindings::pci_clear_master(pdev) };
+            // The completion of a read does not pass the posted writes that the function sent before. A function that is gone reads
+            // as all ones, and its pending transactions never end.
+            if self.function.command().is_some() {
+                // SAFETY: As above.
+                unsafe { bindings::pci_wait_for_pending_transaction(pdev) };
             }
         }
+    }
+
+    /// Returns whether bus mastering is enabled. Reads configuration space, as programs may have changed it.
+    fn is_enabled(&self) -> bool {
+        self.function
+            .command()
+            .is_some_and(|command| command & bindings::PCI_COMMAND_MASTER != 0)
     }
 }
 
@@ -140,9 +161,7 @@ impl DmaUse {
     #[must_use]
     pub(crate) fn start(&mut self, quiesced: bool) -> bool {
         let mut inner = self.master.inner.lock();
-        // SAFETY: As in `BusMaster::set`.
-        let enabled = unsafe { sys::p2pmem_pci_does_dma(self.master.function.as_raw()) };
-        if !inner.mastering.attach(enabled, quiesced) {
+        if !inner.mastering.attach(self.master.is_enabled(), quiesced) {
             return false;
         }
         self.started = true;

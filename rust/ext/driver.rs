@@ -34,10 +34,7 @@ use crate::ext::{
         Windows, //
     }, //
 };
-use crate::{
-    policy::path::PciAddr,
-    sys, //
-};
+use crate::policy::path::PciAddr;
 use core::{marker::PhantomData, ptr};
 use kernel::{
     bindings,
@@ -351,9 +348,11 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             let enabled = Enabled(device);
             // SAFETY: The device is being bound. The saved state is restored after an error, with Memory Space enabled.
             to_result(unsafe { bindings::pci_save_state(device) })?;
-            // SAFETY: `probe` binds the device to this driver, so `pdev->driver` is set and the device locked. The handlers
-            // are a static, which lives longer than the driver's registration.
-            unsafe { sys::p2pmem_pci_set_error_handlers(device, Self::ERROR_HANDLERS) };
+            // The kernel crate's registration of PCI drivers has no error handlers.
+            // SAFETY: `probe` binds the device to this driver, so `driver` is set and the device locked. Every other access is a
+            // read by a holder of the lock of a bound device, or of a device whose probe has returned, and every write has this
+            // value. The handlers are a static, which lives longer than the driver's registration.
+            unsafe { (&raw mut (*(*device).driver).err_handler).write_volatile(Self::ERROR_HANDLERS) };
             let windows = Windows::new()?;
             let mut devices = DEVICES.lock();
             let known = devices.iter().position(|entry| ptr::eq(entry.device, device));

@@ -31,21 +31,46 @@ pub(crate) struct Function {
 }
 
 impl Function {
-    /// Takes over a reference to a function.
+    /// Takes over a reference to a function. May sleep.
     fn new(device: ARef<pci::Device>) -> Self {
-        let raw = ptr::from_ref::<pci::Device>(&device).cast_mut().cast();
-        // SAFETY: `device` keeps the function valid. The call returns null or a reference for the caller.
-        let physical = NonNull::new(unsafe { sys::p2pmem_pci_get_physfn(raw) });
-        let owned = |ptr: NonNull<bindings::pci_dev>| {
-            // SAFETY: `pci::Device` is a transparent wrapper of `struct pci_dev`. The `ARef` takes over the reference.
-            unsafe { ARef::from_raw(ptr.cast::<pci::Device>()) }
-        };
-        // INVARIANT: The call returns the physical function if `device` is a virtual function that was not removed, else
-        // null.
-        Self {
-            device,
-            physical: physical.map(owned),
+        let mut function = Self { device, physical: None };
+        // INVARIANT: The call returns the physical function if this is a virtual function that was not removed, else `None`.
+        function.physical = function.find_physical();
+        function
+    }
+
+    /// Returns the physical function of a virtual function. `None` if this is no virtual function, or was removed: its pointer
+    /// may be to a freed device then.
+    fn find_physical(&self) -> Option<ARef<pci::Device>> {
+        if !self.is_virtual() {
+            return None;
         }
+        // SAFETY: `device` keeps the function valid. A virtual function has `physfn`, which does not change.
+        let physical = unsafe { (*self.as_raw()).__bindgen_anon_1.physfn };
+        // SAFETY: `is_function()` only compares `physical`, which may be dangling.
+        let found = unsafe {
+            bindings::bus_find_device(
+                &raw const bindings::pci_bus_type,
+                ptr::null_mut(),
+                physical.cast(),
+                Some(is_function),
+            )
+        };
+        NonNull::new(found)?;
+        // SAFETY: The call found `physical` on the bus and took a reference for the caller. `pci::Device` is a transparent wrapper
+        // of `struct pci_dev`.
+        let physical = unsafe { ARef::from_raw(NonNull::new_unchecked(physical.cast::<pci::Device>())) };
+        // pci_iov_remove_virtfn() drops the reference to the physical function after the virtual one is removed from sysfs. So
+        // while the virtual one is registered, the physical one exists, and what was found is not another function at its address.
+        // SAFETY: `device` keeps the function valid.
+        let registered = unsafe { bindings::kobject::state_in_sysfs_raw(&raw const (*self.as_raw_device()).kobj) };
+        (registered != 0).then_some(physical)
+    }
+
+    /// Returns whether this is a virtual function.
+    fn is_virtual(&self) -> bool {
+        // SAFETY: `device` keeps the function valid. The field does not change.
+        unsafe { bindings::pci_dev::is_virtfn_raw(self.as_raw()) != 0 }
     }
 
     /// Returns whether the hierarchy above the function is valid.
@@ -53,8 +78,7 @@ impl Function {
     /// False for a virtual function that was removed before this object was made. Otherwise this object keeps the
     /// hierarchy: a function keeps its bus and the bridges above.
     pub(crate) fn has_hierarchy(&self) -> bool {
-        // SAFETY: `device` keeps the function valid. Whether it is a virtual function does not change.
-        self.physical.is_some() || !unsafe { sys::p2pmem_pci_is_virtfn(self.as_raw()) }
+        self.physical.is_some() || !self.is_virtual()
     }
 
     /// Takes over a reference from C.
@@ -149,13 +173,8 @@ impl Function {
             true => unsafe { sys::p2pmem_pci_domain(self.as_raw()) },
             false => u32::MAX,
         };
-        // SAFETY: `device` keeps the function valid, and the function keeps its bus. The address does not change.
-        let (bus, devfn) = unsafe { (sys::p2pmem_pci_bus(self.as_raw()), (*self.as_raw()).devfn) };
-        PciAddr {
-            domain,
-            bus: bus as u8,
-            devfn: devfn as u8,
-        }
+        let [bus, devfn] = self.device.dev_id().to_be_bytes();
+        PciAddr { domain, bus, devfn }
     }
 
     /// Returns the bridge above the function, or above its physical function. `None` on a root bus, and if
@@ -166,43 +185,40 @@ impl Function {
             return None;
         }
         // SAFETY: The reference keeps the function valid, which is no virtual function, so it keeps its bus and the bridges
-        // above.
-        let bridge = unsafe { sys::p2pmem_pci_upstream_bridge(keeps.as_raw()) };
-        let bridge = NonNull::new(bridge.cast::<pci::Device>())?;
+        // above. A root bus has no bridge.
+        let bridge = NonNull::new(unsafe { (*(*keeps.as_raw()).bus).self_ })?;
         // SAFETY: `keeps` keeps the bridge valid during the call.
-        Some(Self::of(unsafe { bridge.as_ref() }))
+        Some(unsafe { Self::of_raw(bridge) })
     }
 
     /// Returns whether ACS on this port redirects peer traffic upstream, by the test of `drivers/pci/p2pdma.c`. Reads
     /// configuration space.
     pub(crate) fn acs_redirects(&self) -> bool {
-        const ACS_CTRL: i32 = 6;
-        const RR_CR_EC: u16 = 0x04 | 0x08 | 0x20;
+        const REDIRECTS: u32 = bindings::PCI_ACS_RR | bindings::PCI_ACS_CR | bindings::PCI_ACS_EC;
         // SAFETY: `device` keeps the function valid. The offset of the capability does not change.
         let pos = i32::from(unsafe { (*self.as_raw()).acs_cap });
         if pos == 0 {
             return false;
         }
-        self.config_word(pos + ACS_CTRL)
-            .is_some_and(|ctrl| ctrl & RR_CR_EC != 0)
+        self.config_word(pos + bindings::PCI_ACS_CTRL as i32)
+            .is_some_and(|ctrl| u32::from(ctrl) & REDIRECTS != 0)
     }
 
     /// Reads the Link Status register, with speed and width of the port's link. `None` if the function has no PCI Express
     /// capability or does not respond.
     pub(crate) fn link_status(&self) -> Option<u16> {
-        const LNKSTA: i32 = 0x12;
         // SAFETY: `device` keeps the function valid. The offset of the capability does not change.
         let pos = i32::from(unsafe { (*self.as_raw()).pcie_cap });
         if pos == 0 {
             return None;
         }
-        self.config_word(pos + LNKSTA)
+        self.config_word(pos + bindings::PCI_EXP_LNKSTA as i32)
     }
 
     /// Returns whether the function has the configuration header of a bridge.
     pub(crate) fn is_bridge(&self) -> bool {
         // SAFETY: `device` keeps the function valid. The header type does not change.
-        unsafe { (*self.as_raw()).hdr_type == 1 }
+        unsafe { u32::from((*self.as_raw()).hdr_type) == bindings::PCI_HEADER_TYPE_BRIDGE }
     }
 
     /// Returns the physical function of a virtual function, or the function itself if it is not a virtual one or was
@@ -231,16 +247,22 @@ impl Function {
         (ret == 0 && value != u16::MAX).then_some(value)
     }
 
+    /// Reads the Command register (`PCI_COMMAND_*`). `None` if the function does not respond.
+    pub(super) fn command(&self) -> Option<u32> {
+        self.config_word(bindings::PCI_COMMAND as i32).map(u32::from)
+    }
+
     /// Returns whether the function responds, and decodes accesses to its memory. Virtual functions have no such setting.
     pub(super) fn has_memory_space(&self) -> bool {
-        let command = self.config_word(bindings::PCI_COMMAND as i32);
-        command.is_some_and(|command| self.physical.is_some() || u32::from(command) & bindings::PCI_COMMAND_MEMORY != 0)
+        self.command()
+            .is_some_and(|command| self.physical.is_some() || command & bindings::PCI_COMMAND_MEMORY != 0)
     }
 
     /// Returns the port type of the PCI Express capability (`PCI_EXP_TYPE_*`), or `None` for a conventional function.
     pub(crate) fn pcie_type(&self) -> Option<u8> {
-        // SAFETY: `device` keeps the function valid.
-        u8::try_from(unsafe { sys::p2pmem_pci_pcie_type(self.as_raw()) }).ok()
+        // SAFETY: `device` keeps the function valid. The fields do not change.
+        let (cap, flags) = unsafe { ((*self.as_raw()).pcie_cap, (*self.as_raw()).pcie_flags_reg) };
+        (cap != 0).then_some(((u32::from(flags) & bindings::PCI_EXP_FLAGS_TYPE) >> 4) as u8)
     }
 
     /// Returns domain and root bus of the host bridge above the function. The function's own bus if [`Self::has_hierarchy`] is
@@ -250,9 +272,10 @@ impl Function {
         if !self.has_hierarchy() {
             return (domain, bus);
         }
-        // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too.
-        let bus = unsafe { sys::p2pmem_pci_root_bus(self.as_raw()) };
-        (domain, bus as u8)
+        // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too, which
+        // keeps its root bus.
+        let root = unsafe { (*(*bindings::pci_find_host_bridge((*self.as_raw()).bus)).bus).number };
+        (domain, root)
     }
 
     /// Returns the NUMA node, or -1 if unknown.
@@ -264,13 +287,11 @@ impl Function {
     /// Returns physical address and size in bytes of a memory BAR (0 to 5), or `None` for an unused BAR, an I/O BAR or
     /// another index.
     pub(crate) fn bar(&self, bar: u32) -> Option<(u64, u64)> {
-        let index = i32::try_from(bar).ok().filter(|&n| n < 6)?;
-        // SAFETY: `device` keeps the function valid, and `index` is a standard BAR.
-        if !unsafe { sys::p2pmem_pci_mem_bar(self.as_raw(), index) } {
+        if !self.bar_has(bar, bindings::IORESOURCE_MEM) {
             return None;
         }
-        let dev = self.device();
-        Some((dev.resource_start(bar).ok()?, dev.resource_len(bar).ok()?))
+        let size = self.device.resource_len(bar).ok().filter(|&size| size > 0)?;
+        Some((self.device.resource_start(bar).ok()?, size))
     }
 
     /// Returns the memory BAR that contains a physical address, and the offset of the address in it.
@@ -282,26 +303,31 @@ impl Function {
         })
     }
 
-    /// Returns whether a BAR (0 to 5) is prefetchable: reads have no side effects and writes may be combined. False for
-    /// another index.
-    pub(crate) fn prefetchable(&self, bar: u32) -> bool {
-        // SAFETY: `device` keeps the function valid, and the index is a standard BAR.
-        bar < 6 && unsafe { sys::p2pmem_pci_prefetchable(self.as_raw(), bar as i32) }
+    /// Returns whether a BAR has the flag `flag` (`IORESOURCE_*`). False for an index that is no BAR.
+    fn bar_has(&self, bar: u32, flag: u32) -> bool {
+        // SAFETY: `device` keeps the function valid. The index is within the array.
+        let flags = |bar| unsafe { (*self.as_raw()).resource[bar as usize].flags };
+        bar < bindings::PCI_STD_NUM_BARS && flags(bar) & flag as usize != 0
     }
 
-    /// Returns whether a BAR (0 to 5) is a 64-bit BAR. False for another index.
+    /// Returns whether a BAR is prefetchable: reads have no side effects and writes may be combined.
+    pub(crate) fn prefetchable(&self, bar: u32) -> bool {
+        self.bar_has(bar, bindings::IORESOURCE_PREFETCH)
+    }
+
+    /// Returns whether a BAR is a 64-bit BAR.
     pub(crate) fn is_64bit(&self, bar: u32) -> bool {
-        // SAFETY: `device` keeps the function valid, and the index is a standard BAR.
-        bar < 6 && unsafe { sys::p2pmem_pci_is_64bit(self.as_raw(), bar as i32) }
+        self.bar_has(bar, bindings::IORESOURCE_MEM_64)
     }
 
     /// Returns vendor id, device id and class code (24 bits).
     pub(crate) fn ids(&self) -> (u16, u16, u32) {
-        // SAFETY: `device` keeps the function valid. The fields do not change.
-        unsafe {
-            let dev = self.as_raw();
-            ((*dev).vendor, (*dev).device, (*dev).class)
-        }
+        let device = &self.device;
+        (
+            device.vendor_id().as_raw(),
+            device.device_id(),
+            device.pci_class().as_raw(),
+        )
     }
 
     /// Returns the properties that rules match: address, vendor id and device id.
@@ -317,16 +343,29 @@ impl Function {
     /// Calls `f` if the function is bound to a driver. The function stays bound meanwhile: its device is locked. May sleep; the
     /// caller does not have the device locked.
     pub(crate) fn while_bound(&self, f: impl FnOnce(&pci::Device<Bound>)) {
-        // SAFETY: `device` keeps the function valid.
-        if !unsafe { sys::p2pmem_pci_lock_bound(self.as_raw()) } {
-            return;
+        let device = self.as_raw_device();
+        // SAFETY: `device` keeps the function valid. Its mutex is the device lock.
+        unsafe { bindings::mutex_lock(&raw mut (*device).mutex) };
+        // SAFETY: `device` keeps the function valid, whose device is locked.
+        if unsafe { bindings::device_is_bound(device) } {
+            // SAFETY: The device is bound until it is unlocked. `pci::Device` is a transparent wrapper of `struct pci_dev` in
+            // every context.
+            f(unsafe { &*self.as_raw().cast::<pci::Device<Bound>>() });
         }
-        // SAFETY: The device is bound until it is unlocked. `pci::Device` is a transparent wrapper of `struct pci_dev` in every
-        // context.
-        f(unsafe { &*self.as_raw().cast::<pci::Device<Bound>>() });
-        // SAFETY: `p2pmem_pci_lock_bound()` has locked the device.
-        unsafe { sys::p2pmem_pci_unlock(self.as_raw()) };
+        // SAFETY: This function locked the device.
+        unsafe { bindings::mutex_unlock(&raw mut (*device).mutex) };
     }
+}
+
+/// Returns 1 if `device` belongs to the function `data`, else 0. For `bus_find_device()`.
+///
+/// # Safety
+///
+/// `device` must be a valid device of the PCI bus. `data` is only compared.
+unsafe extern "C" fn is_function(device: *mut bindings::device, data: *const ffi::c_void) -> ffi::c_int {
+    // SAFETY: Every device of the PCI bus is embedded in a `struct pci_dev`.
+    let function = unsafe { kernel::container_of!(device, bindings::pci_dev, dev) };
+    ffi::c_int::from(ptr::eq(function.cast(), data))
 }
 
 /// The name of a driver, NUL-terminated, cut to 31 bytes.

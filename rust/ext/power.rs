@@ -69,17 +69,18 @@ impl<L: Listener> Notifier<L> {
         // SAFETY: `block` is a field of a pinned `Notifier`. The notifier lives until the callback returns:
         // `unregister_pm_notifier()` takes the chain's semaphore for writing, and the chain calls with the semaphore held.
         let this = unsafe { &*kernel::container_of!(Opaque::cast_from(block.cast_const()), Self, block) };
-        // SAFETY: The function takes a number and only compares it.
-        if unsafe { sys::p2pmem_pm_is_prepare(action) } {
-            if let Err(e) = this.listener.before_sleep() {
-                // The core calls the notifiers that did not fail for the cancelled transition, and not this one.
-                this.listener.after_sleep();
-                // `notifier_from_errno()` is an inline function of C.
-                return bindings::NOTIFY_STOP_MASK as ffi::c_int | (bindings::NOTIFY_OK as ffi::c_int - e.to_errno());
+        match action as u32 {
+            bindings::PM_SUSPEND_PREPARE | bindings::PM_HIBERNATION_PREPARE => {
+                if let Err(e) = this.listener.before_sleep() {
+                    // The core calls the notifiers that did not fail for the cancelled transition, and not this one.
+                    this.listener.after_sleep();
+                    // `notifier_from_errno()` is an inline function of C.
+                    return bindings::NOTIFY_STOP_MASK as ffi::c_int
+                        | (bindings::NOTIFY_OK as ffi::c_int - e.to_errno());
+                }
             }
-        // SAFETY: The function takes a number and only compares it.
-        } else if unsafe { sys::p2pmem_pm_is_post(action) } {
-            this.listener.after_sleep();
+            bindings::PM_POST_SUSPEND | bindings::PM_POST_HIBERNATION => this.listener.after_sleep(),
+            _ => {}
         }
         bindings::NOTIFY_OK as ffi::c_int
     }

@@ -17,6 +17,7 @@ use kernel::{
     bindings,
     error::{from_err_ptr, to_result},
     ffi,
+    mm::virt::{flags, VmaRef},
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{Arc, ArcBorrow},
@@ -97,8 +98,10 @@ impl<T: Mappable> NewMapping<'_, T> {
 
     /// Returns whether the mapping is shared or could become so, not copy-on-write.
     pub(crate) fn is_shared(&self) -> bool {
-        // SAFETY: By the type invariant the area is valid and nobody else uses it.
-        unsafe { sys::p2pmem_vma_may_share(self.vma.as_ptr()) }
+        // SAFETY: By the type invariant the area is valid, and `mmap()` holds the mmap lock.
+        let flags = unsafe { VmaRef::from_raw(self.vma.as_ptr()) }.flags();
+        // Only a private mapping is not shared and may become writable.
+        flags & (flags::SHARED | flags::MAYWRITE) != flags::MAYWRITE
     }
 
     /// Makes the area a mapping of `object`, from page `page_offset` of the common address space on.
@@ -466,8 +469,7 @@ impl<T: Mappable> AddressSpace<T> {
             object: object.into(),
             offset: ((first as u64) << PAGE_SHIFT) + into as u64,
             size: size.min((area.end() - address) as u64),
-            // SAFETY: The mmap lock is held for reading, so the area is valid.
-            may_write: unsafe { sys::p2pmem_vma_may_write(vma) },
+            may_write: area.flags() & flags::MAYWRITE != 0,
         })
     }
 

@@ -258,7 +258,7 @@ impl Drop for Window {
             self.space.unmap(first, pages);
         }
         // SAFETY: By the type invariant this window owns the mapping at `kaddr`. The mapping is used through `self` alone.
-        unsafe { sys::p2pmem_window_unmap(self.kaddr.as_ptr()) };
+        unsafe { bindings::iounmap(self.kaddr.as_ptr()) };
         *self.windows.count.lock() -= 1;
         self.windows.none.notify_all();
     }

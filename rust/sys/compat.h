@@ -4,7 +4,6 @@
 #define P2PMEM_SYS_COMPAT_H
 
 #include <linux/cgroup_dmem.h>
-#include <linux/mm.h>
 #include <linux/version.h>
 
 /* dmem_cgroup_register_region() without a reclaim callback. */
@@ -13,14 +12,6 @@
 	dmem_cgroup_register_region(&(const struct dmem_cgroup_init){ .size = (bytes) }, __VA_ARGS__)
 #else
 #define p2pmem_dmem_register(bytes, ...) dmem_cgroup_register_region(bytes, __VA_ARGS__)
-#endif
-
-/* vma_is_cow_mapping() of 7.3: returns whether the area is copy-on-write. */
-#if LINUX_VERSION_CODE < KERNEL_VERSION(7, 3, 0)
-static inline bool vma_is_cow_mapping(const struct vm_area_struct *vma)
-{
-	return is_cow_mapping(vma->vm_flags);
-}
 #endif
 
 #endif /* P2PMEM_SYS_COMPAT_H */

@@ -10,7 +10,6 @@
 #include <linux/capability.h>
 #include <linux/configfs.h>
 #include <linux/delay.h>
-#include <linux/dma-mapping.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
 #include <linux/gpu_buddy.h>
@@ -39,7 +38,6 @@
 #include <linux/topology.h>
 #include <linux/vmalloc.h>
 
-#include "compat.h"
 #include "helpers.h"
 
 /* Fault::TABLE in rust/ext/vma.rs assumes that a page table is one page of eight-byte entries. */
@@ -335,11 +333,6 @@ void *p2pmem_window_map(u64 phys, size_t size, bool combine)
 	return (void __force *)(combine ? ioremap_wc(phys, size) : ioremap(phys, size));
 }
 
-void p2pmem_window_unmap(void *kaddr)
-{
-	iounmap((void __iomem *)kaddr);
-}
-
 void p2pmem_window_clear(void *kaddr, size_t size)
 {
 	size_t done, n;
@@ -362,8 +355,9 @@ int p2pmem_pfns_insert(struct vm_fault *vmf, unsigned long pfn, unsigned long np
 	struct vm_area_struct *vma = vmf->vma;
 	vm_fault_t ret = VM_FAULT_FALLBACK;
 
-	/* Inserting page frames into other areas is a BUG() or refers to pages. */
-	if (!(vma->vm_flags & VM_MIXEDMAP) || !(vma->vm_flags & VM_IO) || vma_is_cow_mapping(vma))
+	/* Inserting page frames into other areas is a BUG() or refers to pages. Private areas are VM_MAYWRITE alone. */
+	if (!(vma->vm_flags & VM_MIXEDMAP) || !(vma->vm_flags & VM_IO) ||
+	    (vma->vm_flags & (VM_SHARED | VM_MAYWRITE)) == VM_MAYWRITE)
 		return -EFAULT;
 	if (large) {
 		/*
@@ -402,18 +396,6 @@ struct file *p2pmem_fault_unlock(struct vm_fault *vmf)
 	file = get_file(vmf->vma->vm_file);
 	release_fault_lock(vmf);
 	return file;
-}
-
-/* Returns VM_MAYSHARE. The kernel crate's constant for this flag has the value of VM_MAYEXEC in 7.2. */
-bool p2pmem_vma_may_share(struct vm_area_struct *vma)
-{
-	return vma->vm_flags & VM_MAYSHARE;
-}
-
-/* Returns whether the area is writable or mprotect() could make it writable. The mmap lock is held. */
-bool p2pmem_vma_may_write(struct vm_area_struct *vma)
-{
-	return vma->vm_flags & VM_MAYWRITE;
 }
 
 /*
@@ -495,141 +477,14 @@ void p2pmem_mapping_inode_put(struct inode *inode)
 	simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
 }
 
-struct pci_dev *p2pmem_pci_upstream_bridge(struct pci_dev *pdev)
-{
-	return pci_upstream_bridge(pdev);
-}
-
 u32 p2pmem_pci_domain(struct pci_dev *pdev)
 {
 	return pci_domain_nr(pdev->bus);
 }
 
-u32 p2pmem_pci_bus(struct pci_dev *pdev)
-{
-	return pdev->bus->number;
-}
-
-bool p2pmem_pci_mem_bar(struct pci_dev *pdev, int bar)
-{
-	return pci_resource_flags(pdev, bar) & IORESOURCE_MEM && pci_resource_len(pdev, bar);
-}
-
-bool p2pmem_pci_prefetchable(struct pci_dev *pdev, int bar)
-{
-	return pci_resource_flags(pdev, bar) & IORESOURCE_PREFETCH;
-}
-
-bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar)
-{
-	return pci_resource_flags(pdev, bar) & IORESOURCE_MEM_64;
-}
-
-u32 p2pmem_pci_root_bus(struct pci_dev *pdev)
-{
-	return pci_find_host_bridge(pdev->bus)->bus->number;
-}
-
-bool p2pmem_pci_is_virtfn(struct pci_dev *pdev)
-{
-	return pci_physfn(pdev) != pdev;
-}
-
-static int is_device(struct device *dev, const void *data)
-{
-	return dev == data;
-}
-
-/*
- * Returns the physical function of a virtual function, with a reference. Returns NULL if @pdev is no virtual function, or
- * was removed: its pointer may be to a freed device then. May sleep.
- */
-struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev)
-{
-	struct pci_dev *physfn = pci_physfn(pdev);
-	struct device *found;
-
-	if (physfn == pdev)
-		return NULL;
-	/* The pointer is compared only: the device may be freed. */
-	found = bus_find_device(&pci_bus_type, NULL, &physfn->dev, is_device);
-	if (!found)
-		return NULL;
-	/*
-	 * pci_iov_remove_virtfn() drops the reference to the physical function after the virtual one is removed from sysfs.
-	 * So while the virtual one is registered, the physical one exists, and the device that was found is not another one
-	 * at the same address.
-	 */
-	if (!device_is_registered(&pdev->dev)) {
-		put_device(found);
-		return NULL;
-	}
-	return physfn;
-}
-
-int p2pmem_pci_pcie_type(struct pci_dev *pdev)
-{
-	return pci_is_pcie(pdev) ? pci_pcie_type(pdev) : -1;
-}
-
 int p2pmem_pci_node(struct pci_dev *pdev)
 {
 	return dev_to_node(&pdev->dev);
-}
-
-/* Locks a device if it is bound to a driver. It stays bound until p2pmem_pci_unlock(). May sleep. */
-bool p2pmem_pci_lock_bound(struct pci_dev *pdev)
-{
-	device_lock(&pdev->dev);
-	if (device_is_bound(&pdev->dev))
-		return true;
-	device_unlock(&pdev->dev);
-	return false;
-}
-
-void p2pmem_pci_unlock(struct pci_dev *pdev)
-{
-	device_unlock(&pdev->dev);
-}
-
-/*
- * Enables a function's bus mastering. Endpoints of PCI Express have to generate addresses of 64 bits; other functions keep
- * the kernel's default of 32 bits. Segments have no largest size, as addresses and sizes go to programs. May sleep. The
- * caller serialises changes of a function's bus mastering.
- */
-void p2pmem_pci_start_dma(struct pci_dev *pdev)
-{
-	/* Cannot fail: no device has a limit above 64 bits, and the DMA API of a PCI function accepts all masks. */
-	if (pci_is_pcie(pdev) && pci_pcie_type(pdev) == PCI_EXP_TYPE_ENDPOINT)
-		dma_set_mask_and_coherent(&pdev->dev, DMA_BIT_MASK(64));
-	dma_set_max_seg_size(&pdev->dev, UINT_MAX);
-	pci_set_master(pdev);
-}
-
-/*
- * Disables a function's bus mastering. On return, the function's posted writes have left its link, and its reads have
- * completed, or the function did not report their end within the 0.7 s of pci_wait_for_pending_transaction(). Sleeps. The
- * caller serialises changes of a function's bus mastering.
- */
-void p2pmem_pci_stop_dma(struct pci_dev *pdev)
-{
-	u16 command;
-
-	pci_clear_master(pdev);
-	/* The completion of a read does not pass the posted writes that the function sent before. */
-	pci_read_config_word(pdev, PCI_COMMAND, &command);
-	/* A function that is gone reads as all ones, and its pending transactions never end. */
-	if (!PCI_POSSIBLE_ERROR(command))
-		pci_wait_for_pending_transaction(pdev);
-}
-
-/* Returns whether a function's bus mastering is enabled. Reads configuration space, as programs may have changed it. */
-bool p2pmem_pci_does_dma(struct pci_dev *pdev)
-{
-	u16 command;
-
-	pci_read_config_word(pdev, PCI_COMMAND, &command);
-	return !PCI_POSSIBLE_ERROR(command) && command & PCI_COMMAND_MASTER;
 }
 
 /* Returns the only online node, or NUMA_NO_NODE if several are online. */
@@ -641,16 +496,6 @@ int p2pmem_only_node(void)
 u32 p2pmem_node_distance(int a, int b)
 {
 	return a < 0 || b < 0 ? 0 : node_distance(a, b);
-}
-
-/*
- * Sets the error handlers of the driver that @pdev is bound to: the kernel's Rust interface for PCI drivers does not
- * support them. Called in the driver's probe, always with the same handlers. Every reader of the pointer holds the lock of
- * a bound device, as probe does, or got the device after its probe.
- */
-void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers)
-{
-	WRITE_ONCE(pdev->driver->err_handler, handlers);
 }
 
 /*
@@ -675,23 +520,6 @@ int p2pmem_pm_register(struct notifier_block *block)
 void p2pmem_pm_unregister(struct notifier_block *block)
 {
 	unregister_pm_notifier(block);
-}
-
-/* Returns whether a PM event announces suspend or hibernation, before tasks are frozen. */
-bool p2pmem_pm_is_prepare(unsigned long action)
-{
-	return action == PM_SUSPEND_PREPARE || action == PM_HIBERNATION_PREPARE;
-}
-
-/* Returns whether a PM event says that the system has resumed or that a transition was cancelled. */
-bool p2pmem_pm_is_post(unsigned long action)
-{
-	return action == PM_POST_SUSPEND || action == PM_POST_HIBERNATION;
-}
-
-const struct bus_type *p2pmem_pci_bus_type(void)
-{
-	return &pci_bus_type;
 }
 
 /*

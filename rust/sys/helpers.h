@@ -18,7 +18,6 @@ struct page;
 struct pci_dev;
 struct inode;
 struct vm_area_struct;
-struct bus_type;
 struct gpu_buddy;
 struct list_head;
 struct device;
@@ -39,12 +38,9 @@ u64 p2pmem_page_phys(unsigned long kaddr);
 
 /* Windows: BAR memory without struct pages. */
 void *p2pmem_window_map(u64 phys, size_t size, bool combine);
-void p2pmem_window_unmap(void *kaddr);
 void p2pmem_window_clear(void *kaddr, size_t size);
 int p2pmem_pfns_insert(struct vm_fault *vmf, unsigned long pfn, unsigned long npages, bool large);
 
-bool p2pmem_vma_may_share(struct vm_area_struct *vma);
-bool p2pmem_vma_may_write(struct vm_area_struct *vma);
 struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
@@ -52,27 +48,10 @@ struct inode *p2pmem_mapping_inode(void);
 int p2pmem_mapping_inode_hold(struct inode *inode);
 void p2pmem_mapping_inode_put(struct inode *inode);
 
-struct pci_dev *p2pmem_pci_upstream_bridge(struct pci_dev *pdev);
 u32 p2pmem_pci_domain(struct pci_dev *pdev);
-u32 p2pmem_pci_bus(struct pci_dev *pdev);
-bool p2pmem_pci_mem_bar(struct pci_dev *pdev, int bar);
-bool p2pmem_pci_prefetchable(struct pci_dev *pdev, int bar);
-bool p2pmem_pci_is_64bit(struct pci_dev *pdev, int bar);
-u32 p2pmem_pci_root_bus(struct pci_dev *pdev);
-bool p2pmem_pci_is_virtfn(struct pci_dev *pdev);
-struct pci_dev *p2pmem_pci_get_physfn(struct pci_dev *pdev);
-int p2pmem_pci_pcie_type(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
-bool p2pmem_pci_lock_bound(struct pci_dev *pdev);
-void p2pmem_pci_unlock(struct pci_dev *pdev);
-void p2pmem_pci_start_dma(struct pci_dev *pdev);
-void p2pmem_pci_stop_dma(struct pci_dev *pdev);
-bool p2pmem_pci_does_dma(struct pci_dev *pdev);
 int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
-const struct bus_type *p2pmem_pci_bus_type(void);
-struct pci_error_handlers;
-void p2pmem_pci_set_error_handlers(struct pci_dev *pdev, const struct pci_error_handlers *handlers);
 
 struct config_group;
 void p2pmem_configfs_close(struct config_group *group);
@@ -80,8 +59,6 @@ void p2pmem_configfs_close(struct config_group *group);
 struct notifier_block;
 int p2pmem_pm_register(struct notifier_block *block);
 void p2pmem_pm_unregister(struct notifier_block *block);
-bool p2pmem_pm_is_prepare(unsigned long action);
-bool p2pmem_pm_is_post(unsigned long action);
 
 bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *offset, u64 *len);
 int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 size);
