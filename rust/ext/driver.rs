@@ -520,7 +520,7 @@ impl<'a> Published<'a> {
         if self.range.is_some() {
             return Err(EBUSY);
         }
-        let space = space.hold()?;
+        let space = space.hold();
         // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for the windows.
         unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows, space) }
     }

@@ -15,7 +15,7 @@ use crate::sys;
 use core::{marker::PhantomData, ptr::NonNull};
 use kernel::{
     bindings,
-    error::{from_err_ptr, to_result},
+    error::from_err_ptr,
     ffi,
     mm::virt::{flags, VmaRef},
     page::{PAGE_SHIFT, PAGE_SIZE},
@@ -346,11 +346,11 @@ impl<T: Mappable> Operations<T> {
     }
 }
 
-/// A reference to an address space, without the type of the objects that are mapped in it.
+/// An address space, without the type of the objects that are mapped in it.
 ///
 /// # Invariants
 ///
-/// The pointer is an inode from `p2pmem_mapping_inode()`, and this object owns one reference to it.
+/// The pointer is an inode from `p2pmem_mapping_inode()`, and this object owns its reference.
 pub(super) struct Space(NonNull<bindings::inode>);
 
 // SAFETY: An inode is not bound to a thread.
@@ -360,19 +360,11 @@ unsafe impl Sync for Space {}
 
 impl Space {
     /// Creates an address space. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
-    fn new() -> Result<Self> {
+    fn new() -> Result<Arc<Self>> {
         // SAFETY: The call has no requirements. It returns an error pointer, or an inode with a reference for the caller.
         let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
         // INVARIANT: The inode came with a reference for this object.
-        Ok(Self(NonNull::new(inode).ok_or(ENOMEM)?))
-    }
-
-    /// Takes another reference. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
-    fn hold(&self) -> Result<Self> {
-        // SAFETY: By the type invariant the pointer is an inode from `p2pmem_mapping_inode()` with a reference.
-        to_result(unsafe { sys::p2pmem_mapping_inode_hold(self.0.as_ptr()) })?;
-        // INVARIANT: The call took a reference for the result.
-        Ok(Self(self.0))
+        Ok(Arc::new(Self(NonNull::new(inode).ok_or(ENOMEM)?), GFP_KERNEL)?)
     }
 
     /// Returns the C address space, which is valid as long as `self`.
@@ -408,7 +400,7 @@ impl Drop for Space {
 ///
 /// Every area of the address space with `vm_private_data` was set up by [`NewMapping::attach`] for a `T`. Other areas have no
 /// `vm_private_data`.
-pub(crate) struct AddressSpace<T>(Space, PhantomData<Arc<T>>);
+pub(crate) struct AddressSpace<T>(Arc<Space>, PhantomData<Arc<T>>);
 
 // SAFETY: `Space` is `Send`, and so are the objects that are mapped.
 unsafe impl<T: Mappable> Send for AddressSpace<T> {}
@@ -435,8 +427,8 @@ impl<T: Mappable> AddressSpace<T> {
     }
 
     /// Returns another reference to the address space, without the type of its objects.
-    pub(super) fn hold(&self) -> Result<Space> {
-        self.0.hold()
+    pub(super) fn hold(&self) -> Arc<Space> {
+        self.0.clone()
     }
 
     /// Returns the C address space, which is valid as long as `self`.

@@ -111,7 +111,7 @@ impl MappedExtent {
 /// - User mappings of the memory exist in `space` only, at pages within `shown`.
 pub(crate) struct Window {
     function: Function,
-    space: Space,
+    space: Arc<Space>,
     shown: MappedExtent,
     provider: NonNull<bindings::p2pdma_provider>,
     phys: u64,
@@ -145,7 +145,7 @@ impl Window {
         offset: u64,
         size: u64,
         windows: &Arc<Windows>,
-        space: Space,
+        space: Arc<Space>,
     ) -> Result<Self> {
         let phys = within(function.bar(bar), offset, size)?;
         // SAFETY: The caller guarantees a bound device, so the driver core releases the p2pdma data when the driver is

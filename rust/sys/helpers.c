@@ -461,16 +461,6 @@ struct inode *p2pmem_mapping_inode(void)
 	return inode;
 }
 
-/* Takes another reference to an inode from p2pmem_mapping_inode(), for p2pmem_mapping_inode_put(). May sleep. */
-int p2pmem_mapping_inode_hold(struct inode *inode)
-{
-	int ret = simple_pin_fs(&p2pmem_fs_type, &p2pmem_fs_mnt, &p2pmem_fs_cnt);
-
-	if (!ret)
-		ihold(inode);
-	return ret;
-}
-
 void p2pmem_mapping_inode_put(struct inode *inode)
 {
 	iput(inode);

@@ -45,7 +45,6 @@ struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
 struct inode *p2pmem_mapping_inode(void);
-int p2pmem_mapping_inode_hold(struct inode *inode);
 void p2pmem_mapping_inode_put(struct inode *inode);
 
 u32 p2pmem_pci_domain(struct pci_dev *pdev);
