@@ -32,6 +32,7 @@ pub(crate) mod publisher;
 pub(crate) mod refusal;
 pub(crate) mod task;
 pub(crate) mod trace;
+pub(crate) mod uses;
 pub(crate) mod vma;
 pub(crate) mod window;
 pub(crate) mod workqueue;

@@ -10,7 +10,11 @@
 use crate::{
     ext::{
         dma_device::DmaDevice,
-        pci::Function, //
+        pci::Function,
+        uses::{
+            Use,
+            Uses, //
+        }, //
     },
     policy::bus_master::{
         BusMastering,
@@ -20,11 +24,10 @@ use crate::{
 };
 use core::ptr::NonNull;
 use kernel::{
-    bindings, new_condvar, new_mutex,
+    bindings, new_mutex,
     prelude::*,
     sync::{
         Arc,
-        CondVar,
         Mutex, //
     },
 };
@@ -35,15 +38,10 @@ pub(super) struct BusMaster {
     function: Function,
     #[pin]
     inner: Mutex<Inner>,
-    /// Signalled when the last use ends.
-    #[pin]
-    unused: CondVar,
 }
 
 struct Inner {
     mastering: BusMastering,
-    /// Number of [`DmaUse`] objects.
-    uses: usize,
     /// Whether the device is bound to the driver. Only then is its bus mastering changed.
     is_bound: bool,
 }
@@ -56,21 +54,11 @@ impl BusMaster {
                 function,
                 inner <- new_mutex!(Inner {
                     mastering: BusMastering::new(),
-                    uses: 0,
                     is_bound: false,
                 }),
-                unused <- new_condvar!(),
             }),
             GFP_KERNEL,
         )
-    }
-
-    /// Waits without a time limit until no use exists. Sleeps. Removing the provider comes before and ends the uses.
-    pub(super) fn wait(&self) {
-        let mut inner = self.inner.lock();
-        while inner.uses > 0 {
-            self.unused.wait(&mut inner);
-        }
     }
 
     /// The device was bound.
@@ -134,9 +122,10 @@ impl BusMaster {
 ///
 /// # Invariants
 ///
-/// The use is counted in `master`, and the unbinding of the device waits for the count.
+/// The unbinding of the device waits for `_use`.
 pub(crate) struct DmaUse {
     master: Arc<BusMaster>,
+    _use: Use,
     /// Whether bus mastering counts this use as an attachment.
     started: bool,
 }
@@ -146,12 +135,12 @@ impl DmaUse {
     ///
     /// # Safety
     ///
-    /// The device of `master` must be bound during the call, and its unbinding must wait for `master` afterwards.
-    pub(super) unsafe fn new(master: &Arc<BusMaster>) -> Self {
-        master.inner.lock().uses += 1;
-        // INVARIANT: The use was just counted, and the caller guarantees that unbinding waits for the count.
+    /// The device of `master` must be bound during the call, and its unbinding must wait for `uses` afterwards.
+    pub(super) unsafe fn new(master: &Arc<BusMaster>, uses: &Arc<Uses>) -> Self {
+        // INVARIANT: The caller guarantees that unbinding waits for the use.
         Self {
             master: master.clone(),
+            _use: Use::new(uses),
             started: false,
         }
     }
@@ -208,9 +197,6 @@ impl Drop for DmaUse {
                 self.master.set(enable);
             }
         }
-        inner.uses -= 1;
-        drop(inner);
-        self.master.unused.notify_all();
     }
 }
 

@@ -25,14 +25,12 @@ use crate::ext::{
     },
     p2pdma,
     pci::Function,
+    uses::Uses,
     vma::{
         AddressSpace,
         Mappable, //
     },
-    window::{
-        Window,
-        Windows, //
-    }, //
+    window::Window, //
 };
 use crate::policy::path::PciAddr;
 use core::{marker::PhantomData, ptr};
@@ -50,7 +48,7 @@ use kernel::{
 pub(crate) trait Hooks: Send + Sync + 'static {
     /// The device is being unbound; [`with_bound`] does not find the device any more.
     ///
-    /// The provider must be removed before this returns. The driver waits for its windows afterwards.
+    /// The provider must be removed before this returns. The driver waits for the device's uses afterwards.
     fn unbinding(function: &Function);
     /// The device is about to be reset, so its memory's contents will be lost. It can still be written. The provider must be removed
     /// before this returns.
@@ -90,13 +88,13 @@ enum State {
 ///
 /// While the entry is in [`DEVICES`] and `state` is not [`State::Unbound`], `device` is bound to the driver. Since it was bound: the
 /// BARs in the bit mask `claimed` were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its
-/// pool. Windows of the device are counted in `windows`, and its uses for DMA in `master`; unbinding waits for both.
+/// pool. Unbinding waits for `uses`, which counts windows of the device and its uses for DMA.
 struct Entry {
     device: *mut bindings::pci_dev,
     state: State,
     claimed: u32,
     range: Option<(u32, u64, u64)>,
-    windows: Arc<Windows>,
+    uses: Arc<Uses>,
     /// Refers to the device, so that no other one has its address.
     master: Arc<BusMaster>,
 }
@@ -176,37 +174,30 @@ pub(super) fn forget_all() {
     global::drop_from(&mut DEVICES.lock(), |_| true);
 }
 
-/// A device that [`pci::Device::enable_device_mem`] enabled. Dropping it disables the device. The core counts how often a device was
-/// enabled: without this, the next driver's disabling would not end bus mastering.
-struct Enabled(*mut bindings::pci_dev);
-
-impl Drop for Enabled {
-    fn drop(&mut self) {
-        // SAFETY: The device was enabled, and the driver data, of which `self` is a part, does not outlive its binding.
-        unsafe { bindings::pci_disable_device(self.0) };
-    }
-}
-
-/// The driver data of a bound device. Dropping it, also if `probe` fails later, ends the entry in [`DEVICES`], except for what has
-/// to be known of mappings that the device may still use.
-pub(crate) struct Data {
-    windows: Arc<Windows>,
-    master: Arc<BusMaster>,
-    enabled: Enabled,
-}
+/// The driver data of a bound device, which [`pci::Device::enable_device_mem`] enabled.
+///
+/// Dropping it, also if `probe` fails later, ends the entry in [`DEVICES`], except for what has to be known of mappings that the
+/// device may still use, and disables the device. The core counts how often a device was enabled: without this, the next driver's
+/// disabling would not end bus mastering.
+pub(crate) struct Data(*mut bindings::pci_dev);
 
 // SAFETY: A `struct pci_dev` is not bound to a thread.
 unsafe impl Send for Data {}
-// SAFETY: A shared reference gives no access to the pointer in `enabled`.
+// SAFETY: A shared reference gives no access to the pointer.
 unsafe impl Sync for Data {}
 
 impl Drop for Data {
     fn drop(&mut self) {
-        let device = self.enabled.0;
-        set_state(device, State::Unbound);
-        if !self.master.unbound() {
-            forget_device(device);
+        let mut stays = false;
+        with_entry(self.0, |entry| {
+            entry.state = State::Unbound;
+            stays = entry.master.unbound();
+        });
+        if !stays {
+            forget_device(self.0);
         }
+        // SAFETY: The device was enabled, and the driver data does not outlive its binding.
+        unsafe { bindings::pci_disable_device(self.0) };
     }
 }
 
@@ -345,7 +336,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             initialised();
             dev.enable_device_mem()?;
             let device = Function::of(dev).as_raw();
-            let enabled = Enabled(device);
+            let data = Data(device);
             // SAFETY: The device is being bound. The saved state is restored after an error, with Memory Space enabled.
             to_result(unsafe { bindings::pci_save_state(device) })?;
             // The kernel crate's registration of PCI drivers has no error handlers.
@@ -353,20 +344,20 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             // read by a holder of the lock of a bound device, or of a device whose probe has returned, and every write has this
             // value. The handlers are a static, which lives longer than the driver's registration.
             unsafe { (&raw mut (*(*device).driver).err_handler).write_volatile(Self::ERROR_HANDLERS) };
-            let windows = Windows::new()?;
+            let uses = Uses::new()?;
             let mut devices = DEVICES.lock();
             let known = devices.iter().position(|entry| ptr::eq(entry.device, device));
             let master = match known {
                 Some(at) => devices[at].master.clone(),
                 None => BusMaster::new(Function::of(dev))?,
             };
-            // INVARIANT: The device is being bound. Nothing was claimed or added, and no window and no use exists.
+            // INVARIANT: The device is being bound. Nothing was claimed or added, and no use exists.
             let entry = Entry {
                 device,
                 state: State::Ready,
                 claimed: 0,
                 range: None,
-                windows: windows.clone(),
+                uses,
                 master: master.clone(),
             };
             match known {
@@ -374,22 +365,23 @@ impl<H: Hooks> pci::Driver for Driver<H> {
                 None => devices.push(entry, GFP_KERNEL)?,
             }
             master.bound();
-            Ok(Data {
-                windows,
-                master,
-                enabled,
-            })
+            Ok(data)
         };
         add()
     }
 
-    fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, this: Pin<&Data>) {
+    fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
         let function = Function::of(dev);
-        // First: after this `with_bound` does not find the device, so no range is added, and no window and no use is made.
-        set_state(function.as_raw(), State::Unbound);
+        let mut uses = None;
+        // First: after this `with_bound` does not find the device, so no range is added, and no use is made.
+        with_entry(function.as_raw(), |entry| {
+            entry.state = State::Unbound;
+            uses = Some(entry.uses.clone());
+        });
         H::unbinding(&function);
-        this.windows.wait();
-        this.master.wait();
+        if let Some(uses) = uses {
+            uses.wait();
+        }
     }
 }
 
@@ -399,14 +391,14 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 /// # Invariants
 ///
 /// `range` (BAR, offset, size), if any, was added to the device's pool since the device was bound. The unbinding of the
-/// device waits until `windows` counts no window, and `master`, if any, no use.
+/// device waits for `uses`.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
     state: State,
     /// The BARs that this driver has claimed, as a bit mask. None for a device of another driver.
     claimed: Option<&'a mut u32>,
     range: &'a mut Option<(u32, u64, u64)>,
-    windows: &'a Arc<Windows>,
+    uses: &'a Arc<Uses>,
     /// The bus mastering of a device of this driver.
     master: Option<&'a Arc<BusMaster>>,
 }
@@ -417,20 +409,20 @@ impl<'a> Published<'a> {
     /// # Safety
     ///
     /// `range` must be the range that was added to the device's pool since it was bound, if any, and the driver must not be
-    /// unbound before `windows` counts no window.
+    /// unbound before `uses` counts no use.
     pub(super) unsafe fn by_other(
         device: &'a pci::Device<Bound>,
         range: &'a mut Option<(u32, u64, u64)>,
-        windows: &'a Arc<Windows>,
+        uses: &'a Arc<Uses>,
     ) -> Self {
         // INVARIANT: The caller guarantees that `range` was added since the device was bound, and that unbinding waits for
-        // `windows`. `device` is bound as long as the result lives.
+        // `uses`. `device` is bound as long as the result lives.
         Self {
             device,
             state: State::Ready,
             claimed: None,
             range,
-            windows,
+            uses,
             master: None,
         }
     }
@@ -472,8 +464,8 @@ impl<'a> Published<'a> {
 
     /// Returns a use of the device for DMA, for which the device stays bound. `None` for a device of another driver.
     pub(crate) fn dma_use(&self) -> Option<DmaUse> {
-        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `master`.
-        self.master.map(|master| unsafe { DmaUse::new(master) })
+        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
+        self.master.map(|master| unsafe { DmaUse::new(master, self.uses) })
     }
 
     /// Adds a range of a BAR to the device's pool, with a `struct page` for each page.
@@ -521,8 +513,8 @@ impl<'a> Published<'a> {
             return Err(EBUSY);
         }
         let space = space.hold();
-        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for the windows.
-        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.windows, space) }
+        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
+        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.uses, space) }
     }
 }
 
@@ -540,13 +532,13 @@ pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -
     // the state before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
     // pci_dev` in every context.
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
-    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's windows and uses.
+    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's uses.
     Some(f(Published {
         device,
         state: entry.state,
         claimed: Some(&mut entry.claimed),
         range: &mut entry.range,
-        windows: &entry.windows,
+        uses: &entry.uses,
         master: Some(&entry.master),
     }))
 }

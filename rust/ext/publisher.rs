@@ -23,7 +23,7 @@ use crate::{
             refuse,
             Answer, //
         },
-        window::Windows, //
+        uses::Uses, //
     },
     policy::path::PciAddr,
     sys, //
@@ -139,7 +139,7 @@ impl Drop for Open {
 pub(crate) struct RevokeCallback {
     revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
     context: *mut ffi::c_void,
-    windows: Arc<Windows>,
+    uses: Arc<Uses>,
     /// True once the callback was called or is not to be called any more. Locked during the callback.
     #[pin]
     called: Mutex<bool>,
@@ -160,14 +160,14 @@ impl RevokeCallback {
     unsafe fn new(
         revoked: Option<unsafe extern "C" fn(*mut ffi::c_void)>,
         context: *mut ffi::c_void,
-        windows: Arc<Windows>,
+        uses: Arc<Uses>,
     ) -> Result<Arc<Self>> {
         // INVARIANT: The caller guarantees that the callback can be called; `called` is false.
         Arc::pin_init(
             pin_init!(Self {
                 revoked,
                 context,
-                windows,
+                uses,
                 called <- new_mutex!(false),
             }),
             GFP_KERNEL,
@@ -180,7 +180,7 @@ impl RevokeCallback {
     /// whichever call made it. Must be called before the driver is unregistered or unbound, when nothing else reaches the
     /// memory. The callback must not call this.
     pub(crate) fn revoked(&self) {
-        self.windows.wait();
+        self.uses.wait();
         let mut called = self.called.lock();
         if core::mem::replace(&mut *called, true) {
             return;
@@ -193,7 +193,7 @@ impl RevokeCallback {
 
     /// Disarms the callback: it is not called from now on. Waits until no window maps the memory. Sleeps.
     fn disarm(&self) {
-        self.windows.wait();
+        self.uses.wait();
         *self.called.lock() = true;
     }
 }
@@ -253,20 +253,20 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     };
     initialised();
     let registrar = REGISTRAR.lock().clone().ok_or(ENODEV)?;
-    let windows = Windows::new()?;
+    let uses = Uses::new()?;
     // Allocate first, so that nothing can fail once there is a provider.
     let registration = KBox::<DriverRegistration>::new_uninit(GFP_KERNEL)?;
     // SAFETY: By the contract of the header the callback can be called until the driver has unregistered, which calls
     // `revoked()`. If registration fails after a provider was attempted, `disarm()` below comes first; before that, no
     // other code has the callback.
-    let publisher = unsafe { RevokeCallback::new(what.revoked, what.context, windows.clone()) }?;
+    let publisher = unsafe { RevokeCallback::new(what.revoked, what.context, uses.clone()) }?;
     if registrar.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
     let mut range = paged_range(&function, |range| *range)?;
     // SAFETY: `range` is what this file has recorded of the device since it was bound. By the contract of the header the driver
-    // unregisters before it is unbound, and unregistering waits until `windows` counts no window.
-    let bound = unsafe { Published::by_other(device, &mut range, &windows) };
+    // unregisters before it is unbound, and unregistering waits for `uses`.
+    let bound = unsafe { Published::by_other(device, &mut range, &uses) };
     let made = registrar.register(&wanted, bound, publisher.clone());
     if range.is_some() {
         // INVARIANT: The range was added to the pool of the device, which is still bound.
@@ -383,7 +383,7 @@ mod tests {
         fn publisher(self: &Arc<Self>) -> Result<Arc<RevokeCallback>> {
             let context = Arc::as_ptr(self).cast_mut().cast();
             // SAFETY: The tests keep the context longer than the publisher.
-            unsafe { RevokeCallback::new(Some(revoked), context, Windows::new()?) }
+            unsafe { RevokeCallback::new(Some(revoked), context, Uses::new()?) }
         }
     }
 

@@ -2,8 +2,8 @@
 
 //! Windows: ranges of a BAR that are mapped without `struct page`, so their size costs no memory.
 //!
-//! All functions are for process context. [`Window::insert`] is called in a page fault, with the area locked. The one lock is
-//! the count in [`Windows`], a leaf.
+//! All functions are for process context. [`Window::insert`] is called in a page fault, with the area locked. No
+//! locks of its own.
 //!
 //! C headers: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h),
 //! [`include/linux/io.h`](srctree/include/linux/io.h)
@@ -11,6 +11,10 @@
 use crate::ext::{
     abi,
     pci::Function,
+    uses::{
+        Use,
+        Uses, //
+    },
     vma::{
         Fault,
         Space, //
@@ -21,46 +25,14 @@ use core::ptr::NonNull;
 use kernel::{
     bindings,
     error::to_result,
-    ffi, new_condvar, new_mutex,
+    ffi,
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{
         atomic::{Atomic, Relaxed},
-        Arc, CondVar, Mutex,
+        Arc,
     },
 };
-
-/// The number of windows of a bound device. Unbinding the device waits until it is 0.
-#[pin_data]
-pub(super) struct Windows {
-    #[pin]
-    count: Mutex<usize>,
-    #[pin]
-    none: CondVar,
-}
-
-impl Windows {
-    /// Creates the count of a device without windows. Errors: `ENOMEM`.
-    pub(super) fn new() -> Result<Arc<Self>> {
-        Arc::pin_init(
-            pin_init!(Self {
-                count <- new_mutex!(0),
-                none <- new_condvar!(),
-            }),
-            GFP_KERNEL,
-        )
-    }
-
-    /// Waits without a time limit until no window exists. Sleeps.
-    ///
-    /// Removing the provider comes before and names the remaining holders in the log.
-    pub(super) fn wait(&self) {
-        let mut count = self.count.lock();
-        while *count > 0 {
-            self.none.wait(&mut count);
-        }
-    }
-}
 
 /// An interval of pages of an address space that contains all pages that were ever mapped. It only grows. Lock-free.
 struct MappedExtent {
@@ -106,8 +78,7 @@ impl MappedExtent {
 /// # Invariants
 ///
 /// - `kaddr` maps `size` bytes of I/O memory at the physical address `phys`, and `provider` is that of the BAR of `function`.
-/// - The device stays bound to its driver while the window exists: the window is counted in `windows`, and unbinding
-///   waits for the count.
+/// - The device stays bound to its driver while the window exists: the window is a use, and unbinding waits for the uses.
 /// - User mappings of the memory exist in `space` only, at pages within `shown`.
 pub(crate) struct Window {
     function: Function,
@@ -120,7 +91,7 @@ pub(crate) struct Window {
     bar_offset: u64,
     combine: bool,
     kaddr: NonNull<ffi::c_void>,
-    windows: Arc<Windows>,
+    _use: Use,
 }
 
 // SAFETY: I/O memory and its mapping are not bound to a thread.
@@ -138,13 +109,13 @@ impl Window {
     /// # Safety
     ///
     /// The device must be bound, to this driver or to one that registered the memory, and stay bound until this call
-    /// returns. Its unbinding must wait for `windows`.
+    /// returns. Its unbinding must wait for `uses`.
     pub(super) unsafe fn new(
         function: &Function,
         bar: u32,
         offset: u64,
         size: u64,
-        windows: &Arc<Windows>,
+        uses: &Arc<Uses>,
         space: Arc<Space>,
     ) -> Result<Self> {
         let phys = within(function.bar(bar), offset, size)?;
@@ -159,8 +130,7 @@ impl Window {
         // the range and does not access it.
         let kaddr = unsafe { sys::p2pmem_window_map(phys, usize::try_from(size)?, combine) };
         let kaddr = NonNull::new(kaddr).ok_or(ENOMEM)?;
-        *windows.count.lock() += 1;
-        // INVARIANT: The range was mapped and the window counted above. No user mapping exists, so `shown` is empty.
+        // INVARIANT: The range was mapped above, and the window is a use of the device. No user mapping exists, so `shown` is empty.
         Ok(Self {
             function: function.clone(),
             space,
@@ -172,7 +142,7 @@ impl Window {
             bar_offset: offset,
             combine,
             kaddr,
-            windows: windows.clone(),
+            _use: Use::new(uses),
         })
     }
 
@@ -257,10 +227,9 @@ impl Drop for Window {
         if let Some((first, pages)) = self.shown.all() {
             self.space.unmap(first, pages);
         }
-        // SAFETY: By the type invariant this window owns the mapping at `kaddr`. The mapping is used through `self` alone.
+        // SAFETY: By the type invariant this window owns the mapping at `kaddr`. The mapping is used through `self` alone. The use of
+        // the device ends afterwards, when the fields are dropped.
         unsafe { bindings::iounmap(self.kaddr.as_ptr()) };
-        *self.windows.count.lock() -= 1;
-        self.windows.none.notify_all();
     }
 }
 
@@ -284,11 +253,6 @@ pub(super) fn within(bar: Option<(u64, u64)>, offset: u64, size: u64) -> Result<
 mod tests {
     use super::*;
 
-    use crate::ext::{
-        completion::Completion,
-        workqueue::OwnQueue, //
-    };
-
     #[test]
     fn mapped_extent_covers_all_added_pages() {
         let shown = MappedExtent::new();
@@ -304,29 +268,5 @@ mod tests {
             shown.add(first, pages);
             assert!(shown.all() == Some(all));
         }
-    }
-
-    #[test]
-    fn unbinding_waits_for_the_last_window() -> Result {
-        let windows = Windows::new()?;
-        // Without windows the wait returns at once.
-        windows.wait();
-        *windows.count.lock() = 2;
-        let waited = Arc::pin_init(Completion::new(), GFP_KERNEL)?;
-        let queue = OwnQueue::new(c"p2pmem-kunit", || {})?;
-        let (other, told) = (windows.clone(), waited.clone());
-        queue.try_spawn(move || {
-            other.wait();
-            told.complete();
-        })?;
-        let one_less = || {
-            *windows.count.lock() -= 1;
-            windows.none.notify_all();
-        };
-        one_less();
-        assert!(!waited.wait(20));
-        one_less();
-        assert!(waited.wait(60_000));
-        Ok(())
     }
 }
