@@ -58,7 +58,7 @@ help: ## print this list
 demo: ## + run the demo on the stock kernel: transfers between drives, accelerators, and NICs, verified and measured
 	@tools/demo
 
-demo-built: modules user testbed ## run the demo with the programs of the other targets, which make test has built
+demo-built: modules user testbed ## run the demo with the programs of `make user` and `make testbed`, which it builds if they are missing
 	@mkdir -p $(reports)
 	@$(in) $(P2PMEM_BIN)/p2pmem-demo --module $(P2PMEM_MODULE) --report $(reports)/demo.json --page $(reports)/demo.html
 
