@@ -85,6 +85,22 @@ pub struct Port {
     pub lid: u16,
     /// MTU in bytes.
     pub mtu: u32,
+    /// Number of entries of the GID table.
+    pub gids: u32,
+}
+
+/// Returns why a table with this number of entries has no GID at an index: an error with the indexes that exist, or that the entry is
+/// empty.
+fn no_gid(index: u8, entries: u32) -> io::Error {
+    if u32::from(index) < entries {
+        return io::Error::new(io::ErrorKind::NotFound, "the entry is empty");
+    }
+    let what = match entries {
+        0 => "the table has no entry".to_owned(),
+        1 => "the only index is 0".to_owned(),
+        _ => format!("the indexes are 0 to {}", entries - 1),
+    };
+    io::Error::new(io::ErrorKind::InvalidInput, what)
 }
 
 /// An open NIC.
@@ -176,6 +192,7 @@ impl Nic {
             lid: attr.lid,
             // Codes 1 to 5 mean 256 to 4096 bytes.
             mtu: 128 << attr.active_mtu.clamp(1, 5),
+            gids: u32::try_from(attr.gid_tbl_len).unwrap_or(0),
         })
     }
 
@@ -183,14 +200,24 @@ impl Nic {
     ///
     /// # Errors
     ///
-    /// The entry does not exist.
+    /// [`io::ErrorKind::InvalidInput`] if the table has no such entry, with the indexes that exist; [`io::ErrorKind::NotFound`] if the entry
+    /// is empty. The NIC was removed.
     pub fn gid(&self, index: u8) -> io::Result<[u8; 16]> {
+        let entries = self.port()?.gids;
+        if u32::from(index) >= entries {
+            return Err(no_gid(index, entries));
+        }
         let mut gid = ffi::ibv_gid { raw: [0; 16] };
         // SAFETY: by the invariant the context is open; the GID is a local variable, and all its bytes are initialized.
-        unsafe {
+        let gid = unsafe {
             errno(ffi::ibv_query_gid(self.raw.as_ptr(), PORT, index.into(), &mut gid))?;
-            Ok(gid.raw)
+            gid.raw
+        };
+        // libibverbs returns zeros for an empty entry, without an error.
+        if gid == [0; 16] {
+            return Err(no_gid(index, entries));
         }
+        Ok(gid)
     }
 }
 
@@ -247,6 +274,20 @@ impl Drop for Domain {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn missing_gids_are_errors_with_the_indexes_that_exist() {
+        let error = |index, entries| {
+            let error = no_gid(index, entries);
+            (error.kind(), error.to_string())
+        };
+        let invalid = |what: &str| (io::ErrorKind::InvalidInput, what.to_owned());
+        assert_eq!(error(8, 8), invalid("the indexes are 0 to 7"));
+        assert_eq!(error(255, 8), invalid("the indexes are 0 to 7"));
+        assert_eq!(error(1, 1), invalid("the only index is 0"));
+        assert_eq!(error(0, 0), invalid("the table has no entry"));
+        assert_eq!(error(7, 8), (io::ErrorKind::NotFound, "the entry is empty".to_owned()));
+    }
 
     #[test]
     fn nics_have_names_or_the_list_is_an_error() {

@@ -166,7 +166,7 @@ impl QueuePair {
     ///
     /// # Errors
     ///
-    /// [`io::ErrorKind::NetworkDown`] if the port is not active; the entry does not exist; the NIC was removed. The
+    /// [`io::ErrorKind::NetworkDown`] if the port is not active; those of [`Nic::gid`](super::Nic::gid); the NIC was removed. The
     /// message names the NIC.
     pub fn address(&self, gid_index: u8) -> io::Result<Address> {
         let nic = self.domain.nic();
@@ -183,7 +183,7 @@ impl QueuePair {
             ));
         }
         let gid = nic.gid(gid_index).map_err(failed(&format!(
-            "{name} has no GID at index {gid_index}: see `ibv_devinfo -v -d {name}`"
+            "{name} has no GID at index {gid_index} (see `ibv_devinfo -v -d {name}`)"
         )))?;
         let limits = nic
             .limits()
