@@ -86,8 +86,9 @@ pub struct Measured {
     pub latency: Option<Latency>,
     /// Microseconds of processor time of the client for a message.
     pub cpu_us_client: f64,
-    /// Microseconds of processor time of the server for a message.
-    pub cpu_us_server: f64,
+    /// The same of the server; `None` if no thread of the server takes part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_us_server: Option<f64>,
     /// Bytes that the processors of both sides copied.
     pub copied_bytes: u64,
     /// Bytes of all messages.
@@ -166,7 +167,12 @@ impl Matrix {
             ratio_to_link: if link > 0.0 { rate / link } else { 0.0 },
             latency: result.latency,
             cpu_us_client: result.nics.iter().map(|nic| nic.cpu_us_client).sum::<f64>() / nics,
-            cpu_us_server: result.nics.iter().map(|nic| nic.cpu_us_server).sum::<f64>() / nics,
+            cpu_us_server: result
+                .nics
+                .iter()
+                .map(|nic| nic.cpu_us_server)
+                .sum::<Option<f64>>()
+                .map(|sum| sum / nics),
             copied_bytes: result.nics.iter().fold(0, |sum, nic| {
                 sum.saturating_add(nic.copied_client).saturating_add(nic.copied_server)
             }),

@@ -23,8 +23,9 @@ pub struct NicResult {
     pub latency: Option<Latency>,
     /// Microseconds of processor time of the client for a message: posting, waiting, copying.
     pub cpu_us_client: f64,
-    /// Microseconds of processor time of the server for a message: 0 if the server takes no part.
-    pub cpu_us_server: f64,
+    /// Microseconds of processor time of the server's thread for a message; `None` if no thread of the server takes part.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_us_server: Option<f64>,
     /// Microseconds of processor time of the server's whole process for a message: also that of the connection to the client,
     /// which takes part a few times a second.
     #[serde(default)]
@@ -181,14 +182,17 @@ impl Report {
         }
         for nic in &result.nics {
             if let Some(latency) = &nic.latency {
-                writeln!(
+                write!(
                     out,
-                    "   {}: {}; processor time for a message: client {:.2} us, server {:.2} us",
+                    "   {}: {}; processor time for a message: client {:.2} us",
                     nic.nic,
                     latency.line(),
-                    nic.cpu_us_client,
-                    nic.cpu_us_server
+                    nic.cpu_us_client
                 )?;
+                match nic.cpu_us_server {
+                    Some(server) => writeln!(out, ", server {server:.2} us")?,
+                    None => writeln!(out, ", the server takes no part")?,
+                }
             }
         }
         for nic in &result.nics {
@@ -236,7 +240,7 @@ mod tests {
             speed: Speed::new(1 << 20, &times),
             latency: Latency::new([&times]),
             cpu_us_client: 2.5,
-            cpu_us_server: 0.0,
+            cpu_us_server: None,
             process_us_server: 0.0,
             copied_client: 0,
             copied_server: 0,
@@ -318,6 +322,23 @@ mod tests {
         }
         let mixed = heading("--size 4K,64K --window 4K");
         assert!(mixed.contains("with handshake where"), "{mixed}");
+    }
+
+    #[test]
+    fn a_server_that_takes_no_part_has_no_processor_time() {
+        let all = Speed::of_all(1 << 20, &[]);
+        let result = |cpu_us_server| {
+            let one = NicResult {
+                cpu_us_server,
+                ..nic(None)
+            };
+            SizeResult::new(all, None, vec![one])
+        };
+        let json = |cpu_us_server| serde_json::to_value(result(cpu_us_server)).unwrap()["nics"][0].clone();
+        assert_eq!(json(Some(1.5))["cpu_us_server"], 1.5);
+        assert_eq!(json(None).get("cpu_us_server"), None);
+        assert!(text(&result(Some(1.5))).contains("client 2.50 us, server 1.50 us\n"));
+        assert!(text(&result(None)).contains("client 2.50 us, the server takes no part\n"));
     }
 
     #[test]

@@ -148,8 +148,9 @@ pub struct Cost {
     pub p999_us: f64,
     /// Processor time of the client for a call, in microseconds.
     pub cpu_us_client: f64,
-    /// Processor time of the server's thread for a call. One-sided calls have no such thread: 0.
-    pub cpu_us_server: f64,
+    /// Processor time of the server's thread for a call; `None` for one-sided calls, which have no such thread.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_us_server: Option<f64>,
     /// Processor time of the server's whole process for a call: also that of the connection to the client.
     #[serde(default)]
     pub process_us_server: f64,
@@ -178,7 +179,7 @@ impl Cost {
     /// Returns the line of the table.
     pub fn line(&self) -> String {
         format!(
-            "{:<12} {:>5}  {:<9} {:>11.2} {:>11.2} {:>11.2} {:>15.2} {:>14.2} {:>11.0}",
+            "{:<12} {:>5}  {:<9} {:>11.2} {:>11.2} {:>11.2} {:>15.2} {:>14} {:>11.0}",
             self.name.name(),
             short_size(self.bytes),
             self.waiting.name(),
@@ -186,7 +187,8 @@ impl Cost {
             self.p99_us,
             self.p999_us,
             self.cpu_us_client,
-            self.cpu_us_server,
+            self.cpu_us_server
+                .map_or_else(|| "-".to_owned(), |us| format!("{us:.2}")),
             self.calls_per_s
         )
     }
@@ -318,7 +320,7 @@ mod tests {
             p99_us: 2.5,
             p999_us: 1234.25,
             cpu_us_client: 0.75,
-            cpu_us_server: 0.0,
+            cpu_us_server: None,
             process_us_server: 0.01,
             copied_server: 0.0,
         };

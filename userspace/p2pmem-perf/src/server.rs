@@ -184,7 +184,7 @@ fn one_size(control: &mut Control, sessions: &[NicSession], size: u64, own: &Own
         Ok(ServerResult {
             checked: session.check(size, served.checked.as_ref())?,
             copied: served.copied,
-            cpu_ns: ns(served.cpu),
+            cpu_ns: served.cpu.map(ns),
             process_ns: ns(process),
         })
     });

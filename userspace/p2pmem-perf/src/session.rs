@@ -93,8 +93,8 @@ pub struct Served {
     pub checked: Option<Comparison>,
     /// Bytes that its processor copied.
     pub copied: u64,
-    /// Processor time of its thread.
-    pub cpu: Duration,
+    /// Processor time of its thread; `None` if no thread takes part.
+    pub cpu: Option<Duration>,
 }
 
 /// What the client did for the messages of one size.
@@ -358,7 +358,7 @@ impl NicSession {
         if self.test.mode == Mode::Ucx {
             self.ucx()?.serve(finished, stop)?;
             return Ok(Served {
-                cpu: cpu_time() - before,
+                cpu: Some(cpu_time() - before),
                 ..Served::default()
             });
         }
@@ -376,7 +376,7 @@ impl NicSession {
             return Ok(Served {
                 checked: checker.map(Checker::result),
                 copied,
-                cpu: cpu_time() - before,
+                cpu: Some(cpu_time() - before),
             });
         }
         if !self.takes_receives(size) {
@@ -430,7 +430,7 @@ impl NicSession {
         Ok(Served {
             checked: checker.map(Checker::result),
             copied,
-            cpu: cpu_time() - before,
+            cpu: Some(cpu_time() - before),
         })
     }
 

@@ -41,7 +41,7 @@ use crate::stream::protocol::{Layout, StreamRequest, StreamResult};
 use crate::waiter::How;
 
 /// Version of the protocol.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Maximum length of a line in bytes.
 const MAX_LINE: usize = 1 << 20;
 /// Error if the connection ends without the message `failed`.
@@ -483,8 +483,8 @@ pub struct ServerResult {
     pub checked: Option<Comparison>,
     /// Bytes that the server's processor copied.
     pub copied: u64,
-    /// Nanoseconds of processor time that the server used for the messages.
-    pub cpu_ns: u64,
+    /// Nanoseconds of processor time of the server's thread for the messages; `None` if no thread of the server takes part.
+    pub cpu_ns: Option<u64>,
     /// Nanoseconds of processor time of the server's whole process until the client has finished: the threads of all NICs,
     /// and the connection to the client. The same for each NIC.
     pub process_ns: u64,

@@ -230,10 +230,12 @@ fn calls(missed: &mut Missed, calls: &[CallCost]) {
             call.process_us_server,
             &process,
         );
-        let has_thread = call.cpu_us_server.is_some();
-        missed.require(has_thread || call.name != Call::TwoSided, || {
-            format!("{name}: no time of the server's thread, which takes part")
-        });
+        match call.cpu_us_server {
+            Some(server) => missed.check(&format!("{name}: time of the server's thread"), server, &POSITIVE),
+            None => missed.require(call.name != Call::TwoSided, || {
+                format!("{name}: no time of the server's thread, which takes part")
+            }),
+        }
     }
 }
 

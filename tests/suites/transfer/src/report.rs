@@ -54,11 +54,6 @@ fn copies(mode: &str, counted: u64) -> Option<u64> {
     (!["tcp", "ucx"].contains(&mode)).then_some(counted)
 }
 
-/// Returns a time of the server's thread, if it was measured: p2pmem-perf has 0 for a server without a thread that takes part.
-fn of_thread(time: f64) -> Option<f64> {
-    (time != 0.0).then_some(time)
-}
-
 /// A pair of memories, and how bytes move between them. The pair is measured alone.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Cell {
@@ -194,7 +189,7 @@ pub fn costs(matrix: &Matrix) -> Result<Vec<MessageCost>> {
             mode: entry.mode.clone(),
             size: entry.size,
             client_instructions_per_byte: per_byte(numbers.cpu_us_client),
-            server_instructions_per_byte: of_thread(numbers.cpu_us_server).map(per_byte),
+            server_instructions_per_byte: numbers.cpu_us_server.map(per_byte),
         })
     };
     matrix.entries.iter().map(cost).collect()
@@ -271,7 +266,7 @@ impl From<&Cost> for CallCost {
             p99_us: cost.p99_us,
             p999_us: cost.p999_us,
             cpu_us_client: cost.cpu_us_client,
-            cpu_us_server: of_thread(cost.cpu_us_server),
+            cpu_us_server: cost.cpu_us_server,
             process_us_server: cost.process_us_server,
         }
     }
@@ -433,7 +428,7 @@ impl PathCost {
             unknown: counts.nics.unknown as f64 / bytes,
             translations_per_mib: counts.translations as f64 / (bytes / MIB),
             client_instructions: instructions(nic.cpu_us_client),
-            server_instructions: of_thread(nic.cpu_us_server).map(instructions),
+            server_instructions: nic.cpu_us_server.map(instructions),
         })
     }
 

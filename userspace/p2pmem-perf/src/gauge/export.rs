@@ -45,6 +45,11 @@ fn latency_fields(latency: Option<&Latency>) -> [String; 4] {
     })
 }
 
+/// Returns the processor times of both sides. That of the server is empty if no thread of it takes part.
+fn processor_fields(client: f64, server: Option<f64>) -> [String; 2] {
+    [Some(client), server].map(|us| us.map(|us| us.to_string()).unwrap_or_default())
+}
+
 fn verified_field(verified: Option<bool>) -> String {
     verified.map(|correct| correct.to_string()).unwrap_or_default()
 }
@@ -83,7 +88,7 @@ fn run_lines(run: &Ended) -> Vec<String> {
             let mut fields = run_fields(run, &nic.nic);
             fields.extend(speed_fields(&nic.speed));
             fields.extend(latency_fields(nic.latency.as_ref()));
-            fields.extend([nic.cpu_us_client, nic.cpu_us_server].map(|us| us.to_string()));
+            fields.extend(processor_fields(nic.cpu_us_client, nic.cpu_us_server));
             fields.push((nic.copied_client + nic.copied_server).to_string());
             let verified = nic.checked.as_ref().map(|checked| checked.is_correct());
             fields.extend([verified_field(verified), error.clone()]);
@@ -109,7 +114,7 @@ fn entry_line(id: u64, entry: &Entry) -> String {
             fields.push((one.moved_bytes / entry.size.max(1)).to_string());
             fields.extend([one.mib_per_s, one.ratio_to_link].map(|number| number.to_string()));
             fields.extend(latency_fields(one.latency.as_ref()));
-            fields.extend([one.cpu_us_client, one.cpu_us_server].map(|us| us.to_string()));
+            fields.extend(processor_fields(one.cpu_us_client, one.cpu_us_server));
             fields.extend([one.copied_bytes.to_string(), verified_field(one.verified)]);
         }
         None => fields.extend(std::iter::repeat_n(String::new(), 11)),
@@ -127,6 +132,12 @@ mod tests {
         assert_eq!(field("plain"), "plain");
         assert_eq!(field("a, \"b\""), "\"a, \"\"b\"\"\"");
         assert_eq!(field("two\nlines"), "\"two\nlines\"");
+    }
+
+    #[test]
+    fn a_server_that_takes_no_part_has_no_processor_time() {
+        assert_eq!(processor_fields(0.5, Some(2.0)), ["0.5", "2"]);
+        assert_eq!(processor_fields(0.5, None), ["0.5", ""]);
     }
 
     #[test]

@@ -41,7 +41,7 @@ fn report(args: &RunArgs, milliseconds: u64, nics: u64) -> Report {
             speed: Speed::new(*size, &times),
             latency: Latency::new([&times]),
             cpu_us_client: 3.0,
-            cpu_us_server: 1.0,
+            cpu_us_server: Some(1.0),
             process_us_server: 2.0,
             copied_client: if args.staged { *size } else { 0 },
             copied_server: if args.staged { *size } else { 0 },

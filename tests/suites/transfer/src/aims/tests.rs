@@ -334,6 +334,9 @@ fn each_number_of_a_call_can_miss() {
     misses("two-sided of 8 bytes, poll: no time", |report| {
         report.rpc[0].cpu_us_server = None
     });
+    misses("two-sided of 8 bytes, poll: time of the server's thread: 0", |report| {
+        report.rpc[0].cpu_us_server = Some(0.0)
+    });
     // The process has less time than its thread.
     misses("time of the server's process: 4.0", |report| {
         report.rpc[0].process_us_server = 4.0
