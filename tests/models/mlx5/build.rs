@@ -33,7 +33,8 @@ const HEADERS: [&str; 8] = [
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    println!("cargo::rerun-if-changed=build");
+    // Not the folder, whose time is that of the checkout.
+    println!("cargo::rerun-if-changed=build/header.rs");
     println!("cargo::rerun-if-env-changed={VARIABLE}");
     let out = PathBuf::from(std::env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let folder = find(&out).unwrap_or_else(|error| stop(&error));
