@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
 //! The recorder between two guests: an accelerator node records by one and by two ports on the drives of a storage node, and plays
-//! back. Reports rates beside those of the links, and bytes of host memory.
+//! back. Reports rates beside those of the links and of transfers through host memory, and bytes of host memory.
 
 use std::fs;
 use std::path::PathBuf;
@@ -14,16 +14,19 @@ use comfy_table::presets::NOTHING;
 use comfy_table::{CellAlignment, Table};
 use p2pmem_guest::wire::Listen;
 use p2pmem_recorder_suite::measured::Session;
-use p2pmem_recorder_suite::report::{Direction, MovedBytes, Report, Row, VERIFY_EVERY};
+use p2pmem_recorder_suite::report::{Direction, MOST_LINK_RATIO, MovedBytes, ROUNDS, Report, Row, VERIFY_EVERY};
 use p2pmem_vm::command::Command;
 use p2pmem_vm::counters::difference;
 use p2pmem_vm::demo::{self, Places};
 use p2pmem_vm::kernel;
 use p2pmem_vm::qemu::utf8;
 use p2pmem_vm::script::Script;
+use p2pmem_vm::topology::{Device, Layout};
 use p2pmem_vm::vm::{sibling, tool};
 use serde_json::Value;
 
+/// The topology.
+const TOPOLOGY: &str = "recorder-rate";
 /// The accelerator node and the storage node.
 const NODES: [&str; 2] = ["a", "b"];
 /// The NICs of each node.
@@ -38,6 +41,10 @@ const LONG_LIMIT: Duration = Duration::from_secs(180);
 const BLOCK: u64 = 1 << 20;
 /// Folders of the storage node's drives.
 const DRIVES: &str = "/run/recorder/nvme0,/run/recorder/nvme1";
+/// The stream, and its options.
+const STREAM: &str = "fast/radar --block-size 1M --channels 2";
+/// Both NICs.
+const BOTH: [u32; 2] = [0, 1];
 const TOKEN: &str = "/run/recorder.token";
 
 /// Records from an accelerator to the drives of another node, and plays back.
@@ -220,16 +227,40 @@ fn main() -> ExitCode {
     demo::run(places, Report::default(), |report| {
         run_demo(&cli, report)?;
         report.judge(cli.blocks);
+        for compared in &report.to_staged {
+            let (name, ratios) = (compared.direction.name(), &compared.ratios);
+            println!(
+                "   {name}: {:.2} of the rate through host memory, the median of {ratios:.2?}",
+                compared.median
+            );
+        }
+        // run-tests counts these lines.
+        for slow in &report.slow {
+            println!("MISS {slow}");
+        }
         Ok(())
     })
+}
+
+/// Returns the rate of the links of a layout, in MB/s.
+fn link_rate(layout: &Layout) -> Result<f64> {
+    let node = layout.nodes.first().context("a layout without nodes")?;
+    match node.topology.device(NICS[0]) {
+        Some(Device::Nic {
+            bytes_per_second: Some(rate),
+            ..
+        }) => Ok(rate.0 as f64 / 1e6),
+        _ => bail!("{}: the link of {} has no rate", layout.name, NICS[0]),
+    }
 }
 
 fn run_demo(cli: &Cli, report: &mut Report) -> Result<()> {
     let module = fs::canonicalize(&cli.module)
         .with_context(|| format!("{}: build it by `make modules`", cli.module.display()))?;
     report.verdict.kernel_release = kernel::release()?;
+    report.link_mb_per_s = link_rate(&Script::layout(TOPOLOGY)?)?;
     let mut bed = Bed {
-        script: Script::boot("recorder-rate", &report.verdict.kernel_release)?,
+        script: Script::boot(TOPOLOGY, &report.verdict.kernel_release)?,
         blocks: cli.blocks,
     };
     let done = transfer_all(utf8(&module)?, &mut bed, report);
@@ -246,8 +277,8 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
         bed.script.load(name, module, &ctl, &["accel0"], &[])?;
         bed.shell(name, &format!("umask 077; echo 'a token of the demo' >{TOKEN}"))?;
     }
-    // Segments for all transfers: each recording has one session at least, with half of its blocks on each drive.
-    let segments = 4 * bed.blocks.div_ceil(15) + 4;
+    // Segments of 15 blocks for four sessions, each with half of its blocks on each drive. The stream is made again after them.
+    let segments = 4 * bed.blocks.div_ceil(30) + 4;
     bed.shell(
         NODES[1],
         &format!(
@@ -259,37 +290,36 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
                 mount -t ext4 \"${{!variable}}\" /run/recorder/$drive
             done
             {recorder} lun create fast --drive {DRIVES} --segment-size 16M --segments {segments}
-            {recorder} stream create fast/radar --drive {DRIVES} --block-size 1M --channels 2"
+            {recorder} stream create {STREAM} --drive {DRIVES}"
         ),
     )?;
 
-    println!("3. What the links do, by perftest");
-    let both = [0, 1];
-    let mut links = Vec::new();
-    for program in ["ib_send_bw", "ib_read_bw"] {
-        let single = [bed.link_rates(program, &[0])?, bed.link_rates(program, &[1])?];
-        let dual = bed.link_rates(program, &both)?;
-        println!(
-            "   {program}: port 1 {:.1} MB/s, port 2 {:.1} MB/s, both {:.1} MB/s",
-            single[0][0],
-            single[1][0],
-            dual.iter().sum::<f64>()
-        );
-        links.push((single, dual));
-    }
-
+    let links = measure_links(bed, report.link_mb_per_s)?;
     println!("4. Record and play: signal, transform, SEND; READ, transform");
-    for staged in [false, true] {
-        for (direction, (single, dual)) in [Direction::Recording, Direction::Playback].into_iter().zip(&links) {
-            let mut rows = Vec::new();
-            if !staged {
-                rows.push(bed.transfer(direction, &[0], staged, single[0].clone())?);
-                rows.push(bed.transfer(direction, &[1], staged, single[1].clone())?);
-            }
-            rows.push(bed.transfer(direction, &both, staged, dual.clone())?);
-            for row in rows {
-                println!("   {}: {:.2} of the link's rate", row.name(), row.ratio_to_link);
-                report.tables.push(row);
+    let mut transfer = |bed: &mut Bed, link: &Link, nics: &[u32], staged: bool| -> Result<()> {
+        let rates = nics.iter().map(|nic| link.rates[*nic as usize]).collect();
+        let row = bed.transfer(link.direction, nics, staged, rates)?;
+        println!("   {}: {:.2} of the link's rate", row.name(), row.ratio_to_link);
+        report.tables.push(row);
+        Ok(())
+    };
+    for link in &links {
+        for nic in BOTH {
+            transfer(bed, link, &[nic], false)?;
+        }
+    }
+    for round in 0..ROUNDS {
+        let again = format!(
+            "set -e
+            {recorder} stream delete fast/radar --drive {DRIVES}
+            {recorder} stream create {STREAM} --drive {DRIVES}"
+        );
+        bed.shell(NODES[1], &again)?;
+        // In each round, the other kind of transfer is the first one.
+        let staged_first = round % 2 == 1;
+        for link in &links {
+            for staged in [staged_first, !staged_first] {
+                transfer(bed, link, &BOTH, staged)?;
             }
         }
     }
@@ -310,6 +340,32 @@ fn transfer_all(module: &str, bed: &mut Bed, report: &mut Report) -> Result<()> 
         bed.script.unload(name, &ctl, &["accel0"])?;
     }
     Ok(())
+}
+
+/// The rates of the links in a direction, by NIC, in MB/s.
+struct Link {
+    direction: Direction,
+    rates: Vec<f64>,
+}
+
+/// Measures the links, both at the same time, in each direction. No link has more than `rate` MB/s.
+fn measure_links(bed: &mut Bed, rate: f64) -> Result<Vec<Link>> {
+    println!("3. What the links do at the same time, by perftest");
+    let mut links = Vec::new();
+    for (program, direction) in [
+        ("ib_send_bw", Direction::Recording),
+        ("ib_read_bw", Direction::Playback),
+    ] {
+        let rates = bed.link_rates(program, &BOTH)?;
+        println!("   {program}: port 1 {:.1} MB/s, port 2 {:.1} MB/s", rates[0], rates[1]);
+        let is_possible = rates.iter().all(|measured| *measured <= MOST_LINK_RATIO * rate);
+        ensure!(
+            is_possible,
+            "{program} measured {rates:?} MB/s on links of {rate:.1} MB/s"
+        );
+        links.push(Link { direction, rates });
+    }
+    Ok(links)
 }
 
 /// Prints one of the two tables.
