@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use p2pmem_collectives::schedule::Algorithm;
 use p2pmem_training::digits::{Digits, LABELS, PIXELS};
 use p2pmem_training::reference;
-use p2pmem_training::report::{Mode, TrainingReport};
+use p2pmem_training::report::{Mode, SliceReport, TrainingReport};
 use p2pmem_training::settings::Settings;
 use p2pmem_vm::demo::Table;
 use p2pmem_vm::vm::tool;
@@ -50,6 +50,11 @@ pub struct Sgd {
     pub equals_reference: Option<bool>,
     /// Activations, their gradients, and parameters that the nodes of a tensor-parallel training sent.
     pub moved: Option<Moved>,
+    /// The parts of the ranks in a tensor-parallel training, by their own reports.
+    pub slices: Vec<SliceReport>,
+    /// What is wrong with these parts.
+    #[serde(skip)]
+    pub wrong_slices: Option<String>,
     /// Bytes of host memory that the NIC of a node accessed for an update.
     pub host_bytes_per_update: f64,
 }
@@ -81,6 +86,12 @@ impl Sgd {
             .then(|| Moved::new(nics, tensor_formula(&report.settings, report.ranks, report.updates)));
         Ok(Self {
             moved,
+            wrong_slices: slices_failure(&report),
+            slices: report
+                .rank_reports
+                .iter()
+                .filter_map(|rank| rank.slice.clone())
+                .collect(),
             mode: report.mode,
             ranks: report.ranks,
             updates: report.updates,
@@ -166,6 +177,7 @@ pub fn judge(trainings: &[Sgd]) -> Vec<String> {
             ));
         }
         failures.extend(moved_failure(&what, training));
+        failures.extend(training.wrong_slices.as_ref().map(|wrong| format!("{what}: {wrong}")));
         if training.host_bytes_per_update > MOST_HOST_BYTES {
             failures.push(format!(
                 "{what}: {:.0} host bytes for an update",
@@ -197,14 +209,65 @@ fn tensor_formula(settings: &Settings, ranks: usize, updates: u64) -> u64 {
     // Of each sample: outputs of each pair, and the gradient at the inputs of each pair but the first.
     let numbers = (pairs - 1) * hidden + LABELS + (pairs - 1) * hidden;
     let sums = 2 * others * (4 * settings.batch * numbers) as u64;
-    let units = hidden.div_ceil(ranks);
-    let parameters = |pair: usize| {
+    let area = 4 * parameters_of(settings, hidden.div_ceil(ranks)) as u64;
+    updates * sums + u64::from(settings.epochs) * others * ranks as u64 * area
+}
+
+/// Returns the number of parameters of a node that has this number of units of each hidden layer that is split.
+fn parameters_of(settings: &Settings, units: usize) -> usize {
+    let (hidden, pairs) = (settings.hidden, settings.layers / 2);
+    let of_pair = |pair: usize| {
         let inputs = if pair == 0 { PIXELS } else { hidden };
         let outputs = if pair + 1 == pairs { LABELS } else { hidden };
         units * (inputs + 1) + (units + 1) * outputs
     };
-    let area = (4 * (0..pairs).map(parameters).sum::<usize>()) as u64;
-    updates * sums + u64::from(settings.epochs) * others * ranks as u64 * area
+    (0..pairs).map(of_pair).sum()
+}
+
+/// Returns what is wrong with the parts that the ranks of a tensor-parallel training report. Together they have all units, each has the
+/// parameters of its units, and sends what it reports as sent. The busiest one sends the bytes of the formula, which is that of all NICs if
+/// what all ranks sent is added.
+fn slices_failure(report: &TrainingReport) -> Option<String> {
+    let slices: Vec<&SliceReport> = report
+        .rank_reports
+        .iter()
+        .filter_map(|rank| rank.slice.as_ref())
+        .collect();
+    if report.mode != Mode::Tensor {
+        return (!slices.is_empty()).then(|| format!("{} ranks have a part of each layer", slices.len()));
+    }
+    if slices.len() != report.ranks {
+        return Some(format!("{} of {} ranks report their part", slices.len(), report.ranks));
+    }
+    let units: usize = slices.iter().map(|slice| slice.units).sum();
+    if units != report.settings.hidden {
+        return Some(format!(
+            "the ranks have {units} units, and a layer {}",
+            report.settings.hidden
+        ));
+    }
+    for (rank, slice) in report.rank_reports.iter().zip(&slices) {
+        let parameters = parameters_of(&report.settings, slice.units);
+        let sent = slice.forward.bytes + slice.backward.bytes + slice.collected;
+        if (slice.parameters, rank.sent) != (parameters, sent) {
+            return Some(format!(
+                "{} has {} parameters and sent {} bytes; {parameters} and {sent} are expected",
+                rank.name, slice.parameters, rank.sent
+            ));
+        }
+    }
+    for (direction, traffic) in [
+        ("forward", slices.iter().map(|slice| slice.forward).collect::<Vec<_>>()),
+        ("backward", slices.iter().map(|slice| slice.backward).collect()),
+    ] {
+        let most = traffic.iter().map(|rank| rank.bytes).max();
+        if traffic.iter().any(|rank| Some(rank.formula) != most) {
+            return Some(format!("{direction}, the busiest rank sent {most:?} bytes: {traffic:?}"));
+        }
+    }
+    let sent: u64 = report.rank_reports.iter().map(|rank| rank.sent).sum();
+    let formula = tensor_formula(&report.settings, report.ranks, report.updates);
+    (sent != formula).then(|| format!("the ranks sent {sent} bytes, and {formula} by the formula"))
 }
 
 /// Returns the trainings as a table.
@@ -236,6 +299,8 @@ pub fn table(trainings: &[Sgd]) -> Table {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use p2pmem_training::report::{RankReport, Traffic};
+
     use super::*;
     use crate::bed::tests::moved;
 
@@ -250,6 +315,8 @@ pub(crate) mod tests {
             accuracy: 0.9,
             equals_reference: Some(true),
             moved: None,
+            slices: Vec::new(),
+            wrong_slices: None,
             host_bytes_per_update: 512.0,
         }
     }
@@ -300,6 +367,68 @@ pub(crate) mod tests {
         assert_eq!(tensor_formula(&settings, 2, 70), sums + 5 * 2 * 4 * parameters);
     }
 
+    /// A tensor-parallel training of two ranks whose reports are right: one epoch of 14 batches.
+    fn tensor_report() -> TrainingReport {
+        let settings = Settings {
+            epochs: 1,
+            batch: 96,
+            rate: 0.5,
+            hidden: 32,
+            layers: 4,
+            seed: 1,
+        };
+        let outcome = reference::train(&settings, &Digits::load(), 1, Algorithm::Ring).unwrap();
+        let parameters = parameters_of(&settings, 16);
+        let traffic = |numbers: u64| Traffic {
+            bytes: 14 * 4 * 96 * numbers,
+            formula: 14 * 4 * 96 * numbers,
+        };
+        let rank = |name: &str| {
+            let slice = SliceReport {
+                units: 16,
+                parameters,
+                forward: traffic(32 + 10),
+                backward: traffic(32),
+                collected: 4 * parameters as u64,
+            };
+            RankReport {
+                sent: slice.forward.bytes + slice.backward.bytes + slice.collected,
+                slice: Some(slice),
+                ..RankReport::new(name, "mlx5_0", None)
+            }
+        };
+        TrainingReport {
+            updates: 14,
+            rank_reports: vec![rank("rank 0"), rank("rank 1")],
+            ..TrainingReport::new(Mode::Tensor, 2, settings, outcome)
+        }
+    }
+
+    #[test]
+    fn each_number_of_the_parts_can_fail() {
+        let good = tensor_report();
+        assert_eq!(slices_failure(&good), None);
+        let failure = |change: fn(&mut TrainingReport)| {
+            let mut report = good.clone();
+            change(&mut report);
+            slices_failure(&report).unwrap_or_default()
+        };
+        let wrong = |change: fn(&mut SliceReport)| {
+            let mut report = good.clone();
+            change(report.rank_reports[1].slice.as_mut().unwrap());
+            slices_failure(&report).unwrap_or_default()
+        };
+        assert!(failure(|report| report.rank_reports[1].slice = None).contains("1 of 2 ranks"));
+        assert!(failure(|report| report.mode = Mode::Synchronous).contains("2 ranks have a part"));
+        assert!(failure(|report| report.rank_reports[0].sent += 4).starts_with("rank 0 has"));
+        assert!(failure(|report| report.updates = 15).contains("by the formula"));
+        assert!(wrong(|slice| slice.units = 15).contains("31 units, and a layer 32"));
+        assert!(wrong(|slice| slice.parameters -= 1).starts_with("rank 1 has"));
+        assert!(wrong(|slice| slice.collected += 4).starts_with("rank 1 has"));
+        assert!(wrong(|slice| slice.forward.formula += 4).starts_with("forward, the busiest"));
+        assert!(wrong(|slice| slice.backward.formula = 0).starts_with("backward, the busiest"));
+    }
+
     #[test]
     fn each_aim_can_fail() {
         let failures = |change: fn(&mut Sgd)| {
@@ -317,6 +446,7 @@ pub(crate) mod tests {
                 .contains("NICs sent 99 and received 100 bytes of payload, and 100 by the formula")
         );
         assert!(failures(|training| training.mode = Mode::Tensor)[0].contains("no payload was counted"));
+        assert!(failures(|training| training.wrong_slices = Some("a part".into()))[0].ends_with("2 nodes: a part"));
         assert!(failures(|training| training.losses.clear())[0].contains("2.300 at the end"));
         assert!(failures(|training| training.host_bytes_per_update = 9640.0)[0].contains("9640 host bytes"));
         assert_eq!(
