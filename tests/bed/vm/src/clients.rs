@@ -157,8 +157,10 @@ pub struct Attempt {
 /// The reason why a client did not run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NotRun {
-    /// The run's filter excludes the client.
+    /// The run's filter excludes the client, or no change since the last full run can affect it.
     NotSelected,
+    /// The client has passed on this tree, in an earlier run.
+    PassedBefore,
     /// The time for tests was over.
     NotStarted,
     /// The client does not run on this kernel or in this kind of run.
@@ -169,6 +171,7 @@ impl fmt::Display for NotRun {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             NotRun::NotSelected => f.write_str("not_selected"),
+            NotRun::PassedBefore => f.write_str("passed_before"),
             NotRun::NotStarted => f.write_str("not_started"),
             NotRun::Skipped(reason) => write!(f, "skipped: {reason}"),
         }
@@ -827,6 +830,9 @@ mod tests {
         // A client with attempts has run.
         reports.not_run("stock", "t", "rping", &NotRun::NotStarted).unwrap();
         reports.not_run("stock", "t", "slow", &NotRun::NotStarted).unwrap();
+        reports
+            .not_run("stock", "t", "slow on debug", &NotRun::PassedBefore)
+            .unwrap();
         assert!(reports.not_run("debug", "t", "slow", &NotRun::NotStarted).is_err());
 
         let rows = serde_json::to_value(reports.rows()).unwrap();
@@ -848,6 +854,7 @@ mod tests {
             ("ib_write_bw", "not_selected"),
             ("other", "skipped: no such hardware"),
             ("slow", "not_started"),
+            ("slow on debug", "passed_before"),
         ] {
             let row = of(client);
             assert!(row["not_run"] == reason && row.get("attempts").is_none(), "{row}");

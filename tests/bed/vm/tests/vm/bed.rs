@@ -160,6 +160,11 @@ impl Log {
         self.results().not_started.clone()
     }
 
+    /// Returns the names of the tests that have passed on this tree before.
+    pub fn passed_before(&self) -> Vec<String> {
+        self.results().passed_before.clone()
+    }
+
     /// Runs a test. If the only failure is an exceeded time limit, runs the test once more with fresh guests, unless
     /// [`MOST_AGAIN`] tests have run again. `own` is its name without the kernel.
     pub fn test(&self, name: &str, own: &str, run: impl Fn(Attempt) -> Result<()>) -> Result<(), Failed> {

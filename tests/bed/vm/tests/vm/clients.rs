@@ -359,16 +359,24 @@ fn set_up(cluster: &mut Cluster, script: &str, env: &BTreeMap<String, String>) -
     Err(failure(&all, text.collect::<Vec<_>>().join("\n")))
 }
 
-/// Writes the report `name`, and the one on peer memory, whose interface only the debug kernel has. `not_started` has the names of
-/// tests of `bed` for which there was no time.
-pub fn write(reports: &Reports, said: &peer::Said, bed: &Bed, name: &str, not_started: &[String]) -> Result<()> {
-    for test in not_started {
-        let own = test
-            .strip_prefix(bed.name)
-            .and_then(|test| test.strip_prefix("::clients::"));
-        if let Some(own) = own {
-            let (table, client) = own.split_once("::").unwrap_or((own, own));
-            not_run(reports, bed, table, client, &NotRun::NotStarted)?;
+/// Writes the report `name`, and the one on peer memory, whose interface only the debug kernel has. `without` has reasons why tests of
+/// `bed` did not run, each with the names of the tests.
+pub fn write(
+    reports: &Reports,
+    said: &peer::Said,
+    bed: &Bed,
+    name: &str,
+    without: &[(NotRun, Vec<String>)],
+) -> Result<()> {
+    for (reason, tests) in without {
+        for test in tests {
+            let own = test
+                .strip_prefix(bed.name)
+                .and_then(|test| test.strip_prefix("::clients::"));
+            if let Some(own) = own {
+                let (table, client) = own.split_once("::").unwrap_or((own, own));
+                not_run(reports, bed, table, client, reason)?;
+            }
         }
     }
     let reports = reports.lock().map_err(|_| anyhow!("poisoned"))?;

@@ -20,6 +20,7 @@ use anyhow::{Context, Result, anyhow};
 use libtest_mimic::{Arguments, Trial};
 use p2pmem_cases::{self as cases, Kernels};
 use p2pmem_guest::limits::{Overrun, TIMES};
+use p2pmem_vm::clients::NotRun;
 use p2pmem_vm::cluster::{Cluster, Served};
 use p2pmem_vm::kernel::DEBUG_KERNEL;
 use p2pmem_vm::selection::Selection;
@@ -153,7 +154,11 @@ fn run_tests(mut arguments: Arguments) -> Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let names = report_names(is_debug);
-    clients::write(&reports, &said, &bed, names.clients, &log.without_time())?;
+    let not_run = [
+        (NotRun::NotStarted, log.without_time()),
+        (NotRun::PassedBefore, log.passed_before()),
+    ];
+    clients::write(&reports, &said, &bed, names.clients, &not_run)?;
     hardening::write(names.hardening)?;
     Ok(match log.end(names.tests)? {
         false => conclusion.exit_code(),
