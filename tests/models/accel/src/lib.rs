@@ -228,7 +228,7 @@ impl Accel {
     /// As [`Accel::new`], and if a peer has the same name.
     pub fn among(settings: Settings, name: &str, peers: &Peers) -> io::Result<Self> {
         let accel = Self::make(settings, Bus::among(regs::MSIX_VECTORS, peers))?;
-        let offered = accel.shared.bus.offer(2, name, &accel.shared.memory);
+        let offered = accel.shared.bus.offer(2, name, &accel.bar2);
         offered.map_err(|error| io::Error::new(io::ErrorKind::AlreadyExists, error))?;
         Ok(accel)
     }

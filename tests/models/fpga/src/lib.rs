@@ -156,7 +156,7 @@ impl Fpga {
     /// As [`Fpga::new`], and if a peer has the same name.
     pub fn among(settings: Settings, name: &str, peers: &Peers) -> io::Result<Self> {
         let fpga = Self::make(settings, Bus::among(0, peers))?;
-        let offered = fpga.bus.offer(2, name, &fpga.shared.memory);
+        let offered = fpga.bus.offer(2, name, &fpga.bar2);
         offered.map_err(|error| io::Error::new(io::ErrorKind::AlreadyExists, error))?;
         Ok(fpga)
     }

@@ -43,16 +43,21 @@ impl Bus {
         }
     }
 
-    /// Gives the peers of this device direct access to `memory`, which is all of BAR `region`, at the address that the
-    /// guest assigns to that BAR. Does nothing without peers. Access ends when the last clone of this bus is dropped.
-    /// Peers count the bytes under `name`.
+    /// Gives the peers of this device direct access to the memory of BAR `index`, at the address that the guest assigns to
+    /// that BAR. Does nothing without peers. Access ends when the last clone of this bus is dropped. Peers count the bytes
+    /// under `name`.
     ///
     /// # Errors
     ///
     /// [`NameTaken`] if another peer has this name.
-    pub fn offer(&self, region: u32, name: &str, memory: &Arc<Memory>) -> Result<(), NameTaken> {
+    ///
+    /// # Panics
+    ///
+    /// If the region has no memory.
+    pub fn offer(&self, index: u32, name: &str, region: &Region) -> Result<(), NameTaken> {
         if let Some(peers) = &self.peers {
-            let handle = peers.add(region, name, Arc::clone(memory))?;
+            let memory = region.memory.as_ref().expect("peers access memory only");
+            let handle = peers.add(index, name, Arc::clone(memory), !region.delayed)?;
             self.peer_handles
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
@@ -82,6 +87,7 @@ pub struct Region {
     size: u64,
     memory: Option<Arc<Memory>>,
     mapped: Vec<Range<u64>>,
+    delayed: bool,
 }
 
 impl Region {
@@ -91,6 +97,7 @@ impl Region {
             size,
             memory: None,
             mapped: Vec::new(),
+            delayed: false,
         }
     }
 
@@ -101,6 +108,18 @@ impl Region {
             size: all.end,
             memory: Some(memory),
             mapped: Vec::from([all]),
+            delayed: false,
+        }
+    }
+
+    /// A region that is memory, none of which the client can map. Writes of the processor are posted and arrive late: with
+    /// the processor's next access of the device that does not pass them. Peers access the memory without a delay.
+    pub fn delayed(memory: Arc<Memory>) -> Self {
+        Self {
+            size: memory.len(),
+            memory: Some(memory),
+            mapped: Vec::new(),
+            delayed: true,
         }
     }
 
@@ -121,6 +140,7 @@ impl Region {
             size: memory.len(),
             memory: Some(memory),
             mapped,
+            delayed: false,
         }
     }
 
@@ -131,17 +151,22 @@ impl Region {
 
     /// The memory of the region and the ranges that the client can map, if any.
     pub fn mapped(&self) -> Option<(&Arc<Memory>, &[Range<u64>])> {
-        self.memory.as_ref().map(|memory| (memory, self.mapped.as_slice()))
+        let memory = self.memory.as_ref().filter(|_| !self.delayed)?;
+        Some((memory, self.mapped.as_slice()))
     }
 
-    /// The memory, if the access lies in a range that the client can map and so needs no call of the device.
+    /// The memory, if writes to it are delayed.
+    pub(crate) fn delayed_memory(&self) -> Option<&Arc<Memory>> {
+        self.memory.as_ref().filter(|_| self.delayed)
+    }
+
+    /// The memory, if the access needs no call of the device: it lies in a range that the client can map, or in a delayed region.
     pub(crate) fn direct(&self, offset: u64, len: u64) -> Option<&Memory> {
         let end = offset.checked_add(len)?;
-        self.mapped
-            .iter()
-            .any(|range| range.start <= offset && end <= range.end)
-            .then_some(self.memory.as_deref())
-            .flatten()
+        let mapped = |range: &Range<u64>| range.start <= offset && end <= range.end;
+        self.memory
+            .as_deref()
+            .filter(|_| self.delayed || self.mapped.iter().any(mapped))
     }
 }
 
@@ -156,11 +181,11 @@ pub trait Device {
     /// BAR `index`, 0 to 5. Its size must be that of the BAR in the configuration space.
     fn region(&self, index: u32) -> Option<&Region>;
 
-    /// Reads from a region, outside of the ranges that the client can map. The access lies in the region and has any
+    /// Reads from a region, outside of the memory that the library serves. The access lies in the region and has any
     /// length and alignment. `data` is initially zero.
     fn read(&mut self, region: u32, offset: u64, data: &mut [u8]);
 
-    /// Writes to a region, outside of the ranges that the client can map. The access lies in the region and has any
+    /// Writes to a region, outside of the memory that the library serves. The access lies in the region and has any
     /// length and alignment.
     fn write(&mut self, region: u32, offset: u64, data: &[u8]);
 
@@ -178,7 +203,8 @@ pub trait Device {
         self.config().write(offset, data);
     }
 
-    /// Called after a REGION_READ or REGION_WRITE of memory that the client can map. For statistics.
+    /// Called after a REGION_READ or REGION_WRITE of memory that the library serves: memory that the client can map, and delayed
+    /// regions. For statistics.
     fn direct_access(&mut self, _region: u32, _len: u64, _write: bool) {}
 
     /// Called when the client has disconnected. The device keeps its state; another client may connect.

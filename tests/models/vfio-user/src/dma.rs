@@ -3,7 +3,7 @@
 //! DMA by the device: bus addresses, the memory behind them, and the access to it.
 //!
 //! Memory that the client maps with a file descriptor is mapped in this process and copied. Memory that the client maps
-//! without one may belong to a device that this process serves ([`Peers`]); it is copied too. All other addresses (BARs
+//! without one, or cannot map, may belong to a device that this process serves ([`Peers`]); it is copied too. All other addresses (BARs
 //! of devices of other processes, memory that the client emulates, unmapped addresses) are accessed by DMA_READ and
 //! DMA_WRITE messages, which the client executes as accesses of the device on its bus. Such messages are short, sent
 //! one at a time, and wait while a register access of the client is being answered, because the client may process them
@@ -173,31 +173,37 @@ impl LockedTables<'_> {
             memory: None,
             name: None,
         };
-        let Some((start, mapping)) = found else { return lookup };
+        let Some((start, mapping)) = found else {
+            self.find_peer(&mut lookup, address, false);
+            return lookup;
+        };
         (lookup.readable, lookup.writable) = (mapping.readable, mapping.writable);
-        match (&mapping.memory, &self.peers) {
-            (Some((mapping, file)), peers) => {
+        match &mapping.memory {
+            Some((mapping, file)) => {
                 lookup.memory = Some((mapping, address - start));
                 if self.table.is_host(file) {
                     lookup.target = Target::Host;
                 } else {
                     lookup.target = Target::Peer;
-                    let peer = peers.as_ref().and_then(|peers| peers.by_file(file));
+                    let peer = self.peers.as_ref().and_then(|peers| peers.by_file(file));
                     lookup.name = peer.map(|peer| &peer.name);
                 }
             }
-            (None, Some(peers)) => {
-                let (peer, run) = peers.find(address, run);
-                lookup.run = run;
-                if let Some((peer, offset)) = peer {
-                    lookup.target = Target::Peer;
-                    lookup.memory = Some((peer.memory.mapping(), offset));
-                    lookup.name = Some(&peer.name);
-                }
-            }
-            (None, None) => {}
+            None => self.find_peer(&mut lookup, address, true),
         }
         lookup
+    }
+
+    /// Completes a lookup with the peer at `address`, which the client has mapped without a file descriptor if `mapped` is set.
+    fn find_peer<'a>(&'a self, lookup: &mut Lookup<'a>, address: u64, mapped: bool) {
+        let Some(peers) = &self.peers else { return };
+        let (peer, run) = peers.find(address, lookup.run, mapped);
+        lookup.run = run;
+        if let Some((peer, offset)) = peer {
+            lookup.target = Target::Peer;
+            lookup.memory = Some((peer.memory.mapping(), offset));
+            lookup.name = Some(&peer.name);
+        }
     }
 }
 

@@ -24,6 +24,7 @@ mod dma;
 mod irq;
 mod memory;
 mod peers;
+mod posted;
 pub mod proto;
 mod server;
 mod stream;

@@ -6,7 +6,8 @@
 //! access such a BAR only by messages. The address of a peer's memory follows the writes to the configuration space of
 //! the peer: a BAR that is being sized or is not decoded has no address, and neither has a BAR of a device that is reset
 //! or disconnected. The client decides which addresses a device may access: an address that the client has not mapped
-//! for the device is not looked up here.
+//! for the device is not looked up here. The exception is memory that the client cannot map itself (a delayed region),
+//! which it maps for no device.
 
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -41,6 +42,8 @@ pub(crate) struct Entry {
     id: u64,
     pub(crate) name: Arc<str>,
     pub(crate) memory: Arc<Memory>,
+    /// Whether the client maps the memory for other devices.
+    mapped: bool,
     address: Option<u64>,
 }
 
@@ -52,13 +55,14 @@ pub(crate) struct PeerTable {
 }
 
 impl PeerTable {
-    /// Looks up `address`. Returns the peer and the offset in its memory, if any, and for how many of `len` bytes the
-    /// result holds. An address of two peers, which is possible while the guest moves BARs, has no peer.
-    pub(crate) fn find(&self, address: u64, len: u64) -> (Option<(&Entry, u64)>, u64) {
+    /// Looks up `address`, which the client has mapped for the accessing device if `mapped` is set. Returns the peer and the
+    /// offset in its memory, if any, and for how many of `len` bytes the result holds. An address of two peers, which is
+    /// possible while the guest moves BARs, has no peer.
+    pub(crate) fn find(&self, address: u64, len: u64, mapped: bool) -> (Option<(&Entry, u64)>, u64) {
         let mut found = None;
         let mut run = len;
         let mut overlap = false;
-        for entry in &self.entries {
+        for entry in self.entries.iter().filter(|entry| entry.mapped == mapped) {
             let Some(start) = entry.address else { continue };
             if start > address {
                 run = run.min(start - address);
@@ -101,8 +105,14 @@ impl Peers {
         self.table.write().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds memory of a device, without an address.
-    pub(crate) fn add(&self, region: u32, name: &str, memory: Arc<Memory>) -> Result<PeerHandle, NameTaken> {
+    /// Adds memory of a device, without an address. `mapped` is whether the client maps the memory for other devices.
+    pub(crate) fn add(
+        &self,
+        region: u32,
+        name: &str,
+        memory: Arc<Memory>,
+        mapped: bool,
+    ) -> Result<PeerHandle, NameTaken> {
         let mut table = self.write();
         if table.entries.iter().any(|entry| &*entry.name == name) {
             return Err(NameTaken(name.to_owned()));
@@ -113,6 +123,7 @@ impl Peers {
             id,
             name: name.into(),
             memory,
+            mapped,
             address: None,
         });
         Ok(PeerHandle {
@@ -170,11 +181,11 @@ mod tests {
     #[test]
     fn lookup_returns_peer_or_length_of_gap() {
         let peers = Peers::new();
-        let low = peers.add(2, "low", memory(0x1000)).unwrap();
-        let high = peers.add(2, "high", memory(0x2000)).unwrap();
+        let low = peers.add(2, "low", memory(0x1000), true).unwrap();
+        let high = peers.add(2, "high", memory(0x2000), true).unwrap();
         let find = |address, len| {
             let table = peers.read();
-            let (found, run) = table.find(address, len);
+            let (found, run) = table.find(address, len, true);
             (found.map(|(entry, offset)| (entry.name.to_string(), offset)), run)
         };
         assert_eq!(find(0, 100), (None, 100));
@@ -194,34 +205,56 @@ mod tests {
     #[test]
     fn overlapping_peers_are_not_found() {
         let peers = Peers::new();
-        let a = peers.add(2, "a", memory(0x2000)).unwrap();
-        let b = peers.add(2, "b", memory(0x1000)).unwrap();
+        let a = peers.add(2, "a", memory(0x2000), true).unwrap();
+        let b = peers.add(2, "b", memory(0x1000), true).unwrap();
         a.set_address(Some(0x10000));
         b.set_address(Some(0x11000));
         let found = |address| {
             peers
                 .read()
-                .find(address, 0x2000)
+                .find(address, 0x2000, true)
                 .0
                 .map(|(entry, _)| entry.name.to_string())
         };
         assert_eq!(found(0x10fff).as_deref(), Some("a"));
         assert_eq!(found(0x11000), None);
-        assert_eq!(peers.read().find(0x10000, 0x2000).1, 0x1000);
+        assert_eq!(peers.read().find(0x10000, 0x2000, true).1, 0x1000);
         b.set_address(None);
         assert_eq!(found(0x11000).as_deref(), Some("a"));
     }
 
     #[test]
+    fn memory_that_the_client_does_not_map_is_apart() {
+        let peers = Peers::new();
+        let mapped = peers.add(2, "mapped", memory(0x1000), true).unwrap();
+        let trapped = peers.add(2, "trapped", memory(0x1000), false).unwrap();
+        mapped.set_address(Some(0x10000));
+        trapped.set_address(Some(0x11000));
+        let table = peers.read();
+        let name = |address, mapped| {
+            table
+                .find(address, 8, mapped)
+                .0
+                .map(|(entry, _)| entry.name.to_string())
+        };
+        assert_eq!(name(0x10000, true).as_deref(), Some("mapped"));
+        assert_eq!(name(0x10000, false), None);
+        assert_eq!(name(0x11000, true), None);
+        assert_eq!(name(0x11000, false).as_deref(), Some("trapped"));
+        // The other kind of memory does not limit the run.
+        assert_eq!(table.find(0xf000, 0x10000, false).1, 0x2000);
+    }
+
+    #[test]
     fn names_are_unique_and_reusable() {
         let peers = Peers::new();
-        let first = peers.add(2, "accel0", memory(0x1000)).unwrap();
+        let first = peers.add(2, "accel0", memory(0x1000), true).unwrap();
         assert_eq!(
-            peers.add(2, "accel0", memory(0x1000)).unwrap_err(),
+            peers.add(2, "accel0", memory(0x1000), true).unwrap_err(),
             NameTaken("accel0".into())
         );
         drop(first);
-        let _again = peers.add(2, "accel0", memory(0x1000)).unwrap();
+        let _again = peers.add(2, "accel0", memory(0x1000), true).unwrap();
         assert_eq!(peers.list().len(), 1);
     }
 }

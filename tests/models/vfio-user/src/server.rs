@@ -16,9 +16,10 @@ use tracing::{debug, info, warn};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::config::Msix;
-use crate::device::{Bus, Device};
+use crate::device::{Bus, Device, Region};
 use crate::dma::MAX_MAPS;
 use crate::memory::Memory;
+use crate::posted::PostedWrites;
 use crate::proto::{self, Header, command, message};
 use crate::stream::{self, Message, ReceiveError, STALL_TIMEOUT};
 
@@ -115,12 +116,14 @@ pub fn serve<D: Device + ?Sized>(stream: UnixStream, device: &mut D) -> Result<(
         bus: device.bus().clone(),
         stream: Arc::clone(&stream),
     };
-    let result = Session {
+    let mut session = Session {
         stream: &stream,
         device,
         negotiated: false,
-    }
-    .run();
+        posted: PostedWrites::default(),
+    };
+    let result = session.run();
+    session.posted.arrive();
     drop(guard);
     device.disconnected();
     result
@@ -155,6 +158,8 @@ struct Session<'a, D: ?Sized> {
     stream: &'a UnixStream,
     device: &'a mut D,
     negotiated: bool,
+    /// Writes of the processor to delayed regions that have not arrived.
+    posted: PostedWrites,
 }
 
 impl<D: Device + ?Sized> Session<'_, D> {
@@ -444,6 +449,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
     fn region_read(&mut self, body: &[u8]) -> Result<Vec<u8>, Errno> {
         let (access, _) = parse::<proto::RegionAccess>(body)?;
         self.check_access(&access)?;
+        self.posted.arrive();
         let mut reply = access.as_bytes().to_vec();
         let head = reply.len();
         reply.resize(head + access.count as usize, 0);
@@ -511,6 +517,13 @@ impl<D: Device + ?Sized> Session<'_, D> {
 
     fn write_one(&mut self, access: &proto::RegionAccess, data: &[u8]) -> Result<(), Errno> {
         self.check_access(access)?;
+        let delayed = self.device.region(access.region).and_then(Region::delayed_memory);
+        if let Some(memory) = delayed {
+            self.posted.post(memory, access.offset, data);
+            self.device.direct_access(access.region, access.count.into(), true);
+            return Ok(());
+        }
+        self.posted.arrive();
         if access.region == proto::CONFIG_REGION {
             // No truncation: the offset lies in the configuration space.
             self.device.config_write(access.offset as usize, data);
@@ -575,6 +588,7 @@ impl<D: Device + ?Sized> Session<'_, D> {
 
     fn reset(&mut self) {
         info!("reset");
+        self.posted.arrive();
         self.device.bus().set_bar_addresses(&[None; 6]);
         self.device.bus().dma.abort();
         self.device.reset();

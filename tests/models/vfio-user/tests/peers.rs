@@ -28,9 +28,15 @@ struct MemoryDevice {
 
 impl MemoryDevice {
     fn new(name: &str, peers: &Peers) -> (Self, Arc<Memory>) {
+        Self::with(name, peers, Region::memory)
+    }
+
+    /// As [`MemoryDevice::new`], with BAR 2 of another kind.
+    fn with(name: &str, peers: &Peers, bar2: fn(Arc<Memory>) -> Region) -> (Self, Arc<Memory>) {
         let memory = Arc::new(Memory::new(name, SIZE).unwrap());
         let bus = Bus::among(1, peers);
-        bus.offer(2, name, &memory).unwrap();
+        let bar2 = bar2(Arc::clone(&memory));
+        bus.offer(2, name, &bar2).unwrap();
         let config = ConfigBuilder::new(0x1234, 1)
             .bar(0, 4096, BarKind::Memory32)
             .bar(2, SIZE, BarKind::Memory64Prefetchable)
@@ -41,7 +47,7 @@ impl MemoryDevice {
             bus,
             config,
             registers: Region::registers(4096),
-            bar2: Region::memory(Arc::clone(&memory)),
+            bar2,
         };
         (device, memory)
     }
@@ -101,12 +107,18 @@ struct DevicePair {
 const WINDOW: u64 = 0x1_0000_0000;
 
 fn pair() -> DevicePair {
+    let mut pair = pair_of(Region::memory);
+    pair.a.0.dma_map(WINDOW, WINDOW, None).unwrap();
+    pair
+}
+
+/// As [`pair`], with BAR 2 of device `b` of another kind, and without the mapping.
+fn pair_of(bar2: fn(Arc<Memory>) -> Region) -> DevicePair {
     let peers = Peers::new();
     let (a, _) = MemoryDevice::new("a", &peers);
-    let (b, memory) = MemoryDevice::new("b", &peers);
+    let (b, memory) = MemoryDevice::with("b", &peers, bar2);
     let (mut a, mut b) = (serve_device(a), serve_device(b));
     config_write(&mut a.0, COMMAND, &[6, 0]);
-    a.0.dma_map(WINDOW, WINDOW, None).unwrap();
     set_bar2(&mut b.0, WINDOW);
     config_write(&mut b.0, COMMAND, &[2, 0]);
     DevicePair { a, b, memory, peers }
@@ -225,4 +237,38 @@ fn device_can_disconnect_its_client() {
     let mut data = [0; 4];
     assert!(pair.b.0.read(0, 0, &mut data).is_err());
     assert!(write(&mut pair, WINDOW, b"stale ").1);
+}
+
+#[test]
+fn delayed_writes_arrive_behind_those_of_peers() {
+    let mut pair = pair_of(Region::delayed);
+    let (info, capability, fds) = pair.b.0.region_info(2).unwrap();
+    assert_eq!((info.size, capability.len(), fds.len()), (SIZE, 0, 0));
+    pair.b.0.write(2, 0, b"late  ").unwrap();
+    assert_eq!(first_bytes(&pair.memory), [0; 6]);
+    // A client maps no memory for other devices that it cannot map itself.
+    assert_eq!(write(&mut pair, WINDOW, b"peer  "), (Ok(()), false));
+    assert_eq!(&first_bytes(&pair.memory), b"peer  ");
+    let mut data = [0; 6];
+    pair.b.0.read(2, 8, &mut data).unwrap();
+    assert_eq!(&first_bytes(&pair.memory), b"late  ");
+    // What the processor has pushed does not come again.
+    assert_eq!(write(&mut pair, WINDOW, b"peer  "), (Ok(()), false));
+    pair.b.0.read(2, 0, &mut data).unwrap();
+    assert_eq!(&data, b"peer  ");
+    // Other accesses push, too: of registers, of the configuration space, and a reset.
+    let accesses: [fn(&mut Client); 3] = [
+        |client| assert_eq!(client.read32(0, 0).unwrap(), 0),
+        |client| config_write(client, 0x3c, &[1]),
+        |client| client.reset().unwrap(),
+    ];
+    for (n, access) in accesses.into_iter().enumerate() {
+        let (sent, mut data) = ([n as u8 + 1; 6], [0; 6]);
+        pair.b.0.write(2, 4096, &sent).unwrap();
+        pair.memory.read(4096, &mut data).unwrap();
+        assert_ne!(data, sent);
+        access(&mut pair.b.0);
+        pair.memory.read(4096, &mut data).unwrap();
+        assert_eq!(data, sent);
+    }
 }

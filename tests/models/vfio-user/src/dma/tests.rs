@@ -172,7 +172,7 @@ fn separate_handle_is_aborted_alone_and_with_all() {
 fn among_peers(name: &str) -> (Dma, peers::PeerHandle, Arc<Memory>) {
     let peers = Peers::new();
     let memory = Arc::new(Memory::new(name, 0x10000).unwrap());
-    let offer = peers.add(2, name, Arc::clone(&memory)).unwrap();
+    let offer = peers.add(2, name, Arc::clone(&memory), true).unwrap();
     let dma = Dma::new(Some(peers));
     dma.set_bus_master(true);
     (dma, offer, memory)
@@ -346,7 +346,7 @@ fn atomics_are_atomic_between_devices_and_processors() {
     const ROUNDS: u64 = 50_000;
     let peers = Peers::new();
     let memory = Arc::new(Memory::new("shared", 0x1000).unwrap());
-    let offer = peers.add(2, "shared", Arc::clone(&memory)).unwrap();
+    let offer = peers.add(2, "shared", Arc::clone(&memory), true).unwrap();
     offer.set_address(Some(0x10000));
     let device = |fd: bool| {
         let dma = Dma::new(Some(peers.clone()));
