@@ -3,7 +3,8 @@
 //! The processes of emulated devices: starts them, and sends requests to the devices' control sockets.
 //!
 //! In a machine without a NIC or an FPGA, each accelerator has its own process. NICs access the memory of other devices
-//! inside one process. If there is a NIC or an FPGA, one process therefore serves all devices of all guests.
+//! inside one process. If there is a NIC or an FPGA, one process therefore serves all devices of all guests. So it does if an
+//! accelerator delays writes: between processes, devices write as the processor does.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -22,7 +23,7 @@ use serde_json::{Value, json};
 use crate::process::{Process, Stdin};
 use crate::qemu::Paths;
 use crate::qmp::is_late;
-use crate::topology::{Device, Layout, Topology};
+use crate::topology::{Device, Layout, Size, Topology};
 
 /// The time limit for a device process to listen.
 const START: Duration = Duration::from_secs(60);
@@ -91,22 +92,33 @@ impl Model {
 ///
 /// # Errors
 ///
-/// A process cannot be started or does not listen in time (the error has its last log lines), or the machine has a NIC
-/// or an FPGA.
+/// A process cannot be started or does not listen in time (the error has its last log lines), or the machine needs
+/// [`fabric`].
 pub fn one_each(program: &Path, topology: &Topology, paths: &Paths) -> Result<Models> {
     let mut models = Models::new();
     for device in &topology.device {
         match device {
-            Device::Accel { name, memory, .. } => {
+            Device::Accel { name, .. } if device.delays_writes() => {
+                bail!("device {name}: an accelerator that delays writes is served together with all others")
+            }
+            Device::Accel {
+                name,
+                memory,
+                second_memory,
+                ..
+            } => {
                 let (socket, control) = (paths.device_socket(name), paths.control_socket(name));
-                let argv = [
+                let mut argv = vec![
                     "--socket".into(),
                     word(&socket),
                     "--memory".into(),
-                    format!("{}M", memory.0 >> 20),
+                    megabytes(*memory),
                     "--control".into(),
                     word(&control),
                 ];
+                if let Some(size) = second_memory {
+                    argv.extend(["--second-memory".into(), megabytes(*size)]);
+                }
                 let log = paths.dir.join(format!("{name}.log"));
                 let process = start(name, program, &argv, &log).with_context(|| format!("device {name}"))?;
                 let process = Arc::new(process);
@@ -146,6 +158,10 @@ pub fn fabric(program: &Path, layout: &Layout, paths: &[Paths], dir: &Path) -> R
 
 fn word(path: &Path) -> String {
     path.display().to_string()
+}
+
+fn megabytes(size: Size) -> String {
+    format!("{}M", size.0 >> 20)
 }
 
 /// Starts a device process and waits until it listens.
@@ -212,6 +228,10 @@ struct ConfigMemory {
     socket: PathBuf,
     control: PathBuf,
     memory: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    second_memory: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    delayed_writes: Option<bool>,
 }
 
 impl Config {
@@ -252,19 +272,27 @@ impl Config {
                             bytes_per_second: bytes_per_second.map(|rate| rate.0.to_string()),
                         });
                     }
-                    Device::Accel { memory, .. } | Device::Fpga { memory, .. } => {
-                        let list = if matches!(device, Device::Accel { .. }) {
-                            &mut entry.accel
-                        } else {
-                            &mut entry.fpga
-                        };
-                        list.push(ConfigMemory {
-                            name,
-                            socket,
-                            control,
-                            memory: format!("{}M", memory.0 >> 20),
-                        });
-                    }
+                    Device::Accel {
+                        memory,
+                        second_memory,
+                        delayed_writes,
+                        ..
+                    } => entry.accel.push(ConfigMemory {
+                        name,
+                        socket,
+                        control,
+                        memory: megabytes(*memory),
+                        second_memory: second_memory.map(megabytes),
+                        delayed_writes: delayed_writes.then_some(true),
+                    }),
+                    Device::Fpga { memory, .. } => entry.fpga.push(ConfigMemory {
+                        name,
+                        socket,
+                        control,
+                        memory: megabytes(*memory),
+                        second_memory: None,
+                        delayed_writes: None,
+                    }),
                     Device::Nvme { .. } | Device::Ivshmem { .. } => {}
                 }
             }
@@ -306,6 +334,14 @@ mod tests {
         let config: toml::Table = toml::from_str(&config).unwrap();
         assert_eq!(config["node"][1]["fpga"][0]["memory"].as_str(), Some("64M"));
         assert_eq!(config["node"][1]["accel"].as_array().unwrap().len(), 1);
+        assert_eq!(config["node"][1]["accel"][0].get("delayed_writes"), None);
+        let text = include_str!("../../topologies/accels.toml");
+        let layout = Layout::parse("accels", text).unwrap();
+        let config = toml::to_string(&Config::new(&layout, &paths)).unwrap();
+        let config: toml::Table = toml::from_str(&config).unwrap();
+        let accels = &config["node"][0]["accel"];
+        assert_eq!(accels[0]["second_memory"].as_str(), Some("4M"));
+        assert_eq!(accels[1]["delayed_writes"].as_bool(), Some(true));
         let slow = include_str!("../../topologies/rdma.toml");
         let slow = slow.replace("name = \"nic0\"", "name = \"nic0\"\nbytes_per_second = \"64M\"");
         let config = Config::new(&Layout::parse("slow", &slow).unwrap(), &paths);

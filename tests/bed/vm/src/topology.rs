@@ -209,6 +209,11 @@ pub enum Device {
         parent: String,
         /// Size of its memory BAR.
         memory: Size,
+        /// Size of its second memory BAR, if there is one: 32-bit, not prefetchable.
+        second_memory: Option<Size>,
+        /// Whether the processor's writes to its memory BAR arrive late, behind those of other devices.
+        #[serde(default)]
+        delayed_writes: bool,
     },
     /// The FPGA model, a vfio-user process.
     Fpga {
@@ -302,7 +307,18 @@ impl Device {
         matches!(self, Device::Accel { .. } | Device::Fpga { .. } | Device::Nic { .. })
     }
 
-    /// Returns the bytes of memory that the device can publish, or 0.
+    /// Returns whether the processor's writes to the device's memory arrive late.
+    pub fn delays_writes(&self) -> bool {
+        matches!(
+            self,
+            Device::Accel {
+                delayed_writes: true,
+                ..
+            }
+        )
+    }
+
+    /// Returns the bytes of memory that the device can publish, or 0. A second BAR does not count.
     pub fn memory(&self) -> u64 {
         match self {
             Device::Accel { memory, .. } | Device::Fpga { memory, .. } => memory.0,
@@ -456,11 +472,11 @@ impl Topology {
         self.device.iter().any(|device| matches!(device, Device::Nic { .. }))
     }
 
-    /// Returns whether the process `p2pmem-fabric` serves the emulated devices: it serves NICs and FPGAs, and all devices
-    /// beside them.
+    /// Returns whether the process `p2pmem-fabric` serves the emulated devices: it serves NICs, FPGAs, and accelerators that
+    /// delay writes, and all devices beside them.
     pub fn needs_fabric(&self) -> bool {
         let fpga = self.device.iter().any(|device| matches!(device, Device::Fpga { .. }));
-        fpga || self.has_nic()
+        fpga || self.has_nic() || self.device.iter().any(Device::delays_writes)
     }
 
     /// Returns the bridge `name`.
@@ -602,6 +618,24 @@ mod tests {
     }
 
     #[test]
+    fn fabric_serves_accelerators_that_delay_writes() {
+        let drive = GOOD.find("[[device]]\n        kind = \"nvme\"").unwrap();
+        let alone = &GOOD[..drive];
+        assert!(!Topology::parse("t", alone).unwrap().needs_fabric());
+        let delayed = alone.replace("memory = \"64M\"", "memory = \"64M\"\ndelayed_writes = true");
+        assert!(Topology::parse("t", &delayed).unwrap().needs_fabric());
+        let iommu = delayed.replace(
+            "description = \"test\"",
+            "description = \"test\"\nmachine = { iommu = \"intel\", wrong_bytes = true }",
+        );
+        assert!(
+            error(&iommu).contains("delayed_writes with an IOMMU"),
+            "{}",
+            error(&iommu)
+        );
+    }
+
+    #[test]
     fn all_topologies_of_the_test_bed_load() {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../topologies");
         let mut count = 0;
@@ -669,6 +703,21 @@ mod tests {
             ("memory = \"64M\"", "memory = \"65M\"", "power of two"),
             ("memory = \"64M\"", "memory = \"lots\"", "size \"lots\""),
             ("memory = \"64M\"", "memory = \"0\"", "is zero"),
+            (
+                "memory = \"64M\"",
+                "memory = \"64M\"\nsecond_memory = \"3M\"",
+                "device \"accel0\": a BAR's size is a power of two",
+            ),
+            (
+                "memory = \"64M\"",
+                "memory = \"64M\"\nsecond_memory = \"4G\"",
+                "at most 1G",
+            ),
+            (
+                "memory = \"64M\"",
+                "memory = \"64M\"\ndelayed_writes = true",
+                "device \"accel0\": delayed_writes beside drive \"nvme0\"",
+            ),
             ("memory = \"64M\"", "size = \"64M\"", "size"),
             ("name = \"accel0\"", "name = \"Accel 0\"", "a name is"),
             ("name = \"accel0\"", "name = \"host\"", "host memory"),

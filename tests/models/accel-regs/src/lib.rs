@@ -2,13 +2,14 @@
 
 //! Register map of the test bed's accelerator, shared by the device model and by programs in guests.
 //!
-//! The device is a PCI function with three BARs:
+//! The device is a PCI function with three BARs, or four:
 //!
 //! | BAR | content | size |
 //! |---|---|---|
 //! | 0 | registers (this map); accesses trap | [`BAR0_SIZE`] |
 //! | 2 | memory, 64-bit prefetchable, mapped into the guest | [`reg::MEMORY_SIZE`] |
 //! | 4 | MSI-X table and pending bits | [`BAR4_SIZE`] |
+//! | 5 | optional: more memory, 32-bit, not prefetchable. Operations do not reach it | |
 //!
 //! Registers are little-endian and 4 or 8 bytes wide. Accesses must have the width of the register; 8-byte registers
 //! can also be accessed in two halves. To submit a command, write its operation and arguments, then [`reg::DOORBELL`].

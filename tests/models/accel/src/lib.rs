@@ -47,6 +47,10 @@ const RESET_TIMEOUT: Duration = Duration::from_secs(60);
 pub struct Settings {
     /// Size of BAR2 in bytes: a power of two, 4096 or more.
     pub memory: u64,
+    /// Size of BAR5, if there is one: more memory, which operations do not reach. A power of two, 4096 or more.
+    pub second_memory: Option<u64>,
+    /// Whether the processor's writes to BAR2 arrive late: with its next access of the device that does not pass them.
+    pub delayed_writes: bool,
     /// Negotiated speed of the PCIe link.
     pub speed: LinkSpeed,
     /// Negotiated width of the PCIe link, in lanes.
@@ -59,6 +63,8 @@ impl Default for Settings {
     fn default() -> Self {
         Self {
             memory: 256 << 20,
+            second_memory: None,
+            delayed_writes: false,
             speed: LinkSpeed::Gen4,
             lanes: 16,
             serial: 0,
@@ -203,6 +209,7 @@ pub struct Accel {
     registers: Region,
     bar2: Region,
     msix: Region,
+    bar5: Option<Region>,
     /// Current values of the command registers.
     next: Command,
     /// The worker of the commands, and those of the rings.
@@ -234,13 +241,15 @@ impl Accel {
     }
 
     fn make(settings: Settings, bus: Bus) -> io::Result<Self> {
-        if !settings.memory.is_power_of_two() || settings.memory < 4096 {
-            return Err(io::Error::new(
-                io::ErrorKind::InvalidInput,
-                format!("BAR2 size {}: must be a power of two, 4096 or more", settings.memory),
-            ));
+        for (bar, size) in [(2, Some(settings.memory)), (5, settings.second_memory)] {
+            if size.is_some_and(|size| !size.is_power_of_two() || size < 4096) {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    format!("BAR{bar} size {size:?}: must be a power of two, 4096 or more"),
+                ));
+            }
         }
-        let config = ConfigBuilder::new(regs::VENDOR_ID, regs::DEVICE_ID)
+        let mut config = ConfigBuilder::new(regs::VENDOR_ID, regs::DEVICE_ID)
             .class(regs::CLASS, regs::REVISION)
             .bar(0, regs::BAR0_SIZE, BarKind::Memory32)
             .bar(2, settings.memory, BarKind::Memory64Prefetchable)
@@ -248,10 +257,21 @@ impl Accel {
             .power_management()
             .pcie(settings.speed, settings.lanes)
             .msix(regs::MSIX_VECTORS, 4, regs::MSIX_TABLE, regs::MSIX_PBA)
-            .serial(settings.serial)
+            .serial(settings.serial);
+        let mut bar5 = None;
+        if let Some(size) = settings.second_memory {
+            config = config.bar(5, size, BarKind::Memory32);
+            bar5 = Some(Region::memory(Arc::new(Memory::new("p2pmem-accel-bar5", size)?)));
+        }
+        let config = config
             .build()
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
         let memory = Arc::new(Memory::new("p2pmem-accel-bar2", settings.memory)?);
+        let bar2 = if settings.delayed_writes {
+            Region::delayed
+        } else {
+            Region::memory
+        };
         let shared = Arc::new(Shared {
             bus: bus.clone(),
             memory: Arc::clone(&memory),
@@ -267,8 +287,9 @@ impl Accel {
             shared: Arc::clone(&shared),
             config,
             registers: Region::registers(regs::BAR0_SIZE),
-            bar2: Region::memory(memory),
+            bar2: bar2(memory),
             msix: Region::registers(regs::BAR4_SIZE),
+            bar5,
             next: Command::default(),
             workers: Vec::new(),
             health: health.clone(),
@@ -393,6 +414,7 @@ impl Device for Accel {
             0 => Some(&self.registers),
             2 => Some(&self.bar2),
             4 => Some(&self.msix),
+            5 => self.bar5.as_ref(),
             _ => None,
         }
     }
@@ -461,7 +483,10 @@ impl Device for Accel {
             .store(self.config.bar_address(2).unwrap_or(0), Ordering::Relaxed);
     }
 
-    fn direct_access(&mut self, _region: u32, len: u64, write: bool) {
+    fn direct_access(&mut self, region: u32, len: u64, write: bool) {
+        if region != 2 {
+            return;
+        }
         let counter = if write {
             Counter::TrappedWritten
         } else {

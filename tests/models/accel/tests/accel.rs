@@ -186,6 +186,48 @@ fn identification_registers() {
 }
 
 #[test]
+fn second_memory_is_behind_bar5() {
+    let settings = Settings {
+        memory: SIZE,
+        second_memory: Some(2 << 20),
+        ..Settings::default()
+    };
+    let mut bench = Bench::serve(Accel::new(settings).unwrap());
+    let client = bench.client();
+    let (info, _, fds) = client.region_info(5).unwrap();
+    assert_eq!((info.size, info.flags, fds.len()), (2 << 20, 0xf, 1));
+    client.write(5, 4096, b"second").unwrap();
+    let mut data = [0; 6];
+    client.read(5, 4096, &mut data).unwrap();
+    assert_eq!(&data, b"second");
+    assert_eq!(bench.memory(4096, 6), [0; 6]);
+    assert_eq!(bench.counter(Counter::TrappedWritten), 0);
+    for bad in [1024, 3 << 20] {
+        let settings = Settings {
+            second_memory: Some(bad),
+            ..settings
+        };
+        assert!(Accel::new(settings).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn registers_push_delayed_writes() {
+    let settings = Settings {
+        memory: SIZE,
+        delayed_writes: true,
+        ..Settings::default()
+    };
+    let mut bench = Bench::serve(Accel::new(settings).unwrap());
+    bench.client().write(2, 0, &[1; 4096]).unwrap();
+    assert_eq!(bench.memory(0, 4096), [0; 4096]);
+    assert_eq!(bench.counter(Counter::TrappedWritten), 4096);
+    // An operation that the processor submits sees what the processor wrote before.
+    let sum = bench.ok(Op::Crc32c, 0, 4096, 0);
+    assert_eq!(sum, u64::from(crc32c::crc32c(&[1; 4096])));
+}
+
+#[test]
 fn fill_copy_and_checksum() {
     let mut bench = Bench::new();
     bench.ok(Op::Pattern, 0, 3 << 20, 5);

@@ -107,6 +107,12 @@ pub struct Accel {
     /// Size of the memory behind BAR 2, in bytes.
     #[serde(default = "default_memory", deserialize_with = "deserialize_size")]
     pub memory: u64,
+    /// Size of the memory behind BAR 5, in bytes. Without a size, there is no BAR 5.
+    #[serde(default, deserialize_with = "deserialize_some_size")]
+    pub second_memory: Option<u64>,
+    /// Whether the processor's writes to BAR 2 arrive late, behind those of other devices.
+    #[serde(default)]
+    pub delayed_writes: bool,
     /// Device serial number.
     #[serde(default)]
     pub serial: u64,
@@ -159,6 +165,10 @@ fn default_fpga_memory() -> u64 {
 
 fn deserialize_size<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     parse_size(&String::deserialize(from)?).map_err(serde::de::Error::custom)
+}
+
+fn deserialize_some_size<'de, D: Deserializer<'de>>(from: D) -> Result<Option<u64>, D::Error> {
+    deserialize_size(from).map(Some)
 }
 
 fn deserialize_rate<'de, D: Deserializer<'de>>(from: D) -> Result<Option<NonZeroU64>, D::Error> {
@@ -267,8 +277,10 @@ impl Config {
                 }
             }
             let accels = node.accel.iter().map(|accel| (&accel.name, accel.memory));
+            let more = node.accel.iter();
+            let more = more.filter_map(|accel| Some((&accel.name, accel.second_memory?)));
             let fpgas = node.fpga.iter().map(|fpga| (&fpga.name, fpga.memory));
-            for (name, memory) in accels.chain(fpgas) {
+            for (name, memory) in accels.chain(more).chain(fpgas) {
                 if !memory.is_power_of_two() || memory < 4096 {
                     return error(
                         &format!("node {:?}: device {name:?}", node.name),
@@ -385,6 +397,11 @@ mod tests {
         socket = "/run/a/accel0.sock"
         counters = "/run/a/accel0.json"
         memory = "1G"
+        second_memory = "4M"
+        delayed_writes = true
+        [[node.accel]]
+        name = "accel1"
+        socket = "/run/a/accel1.sock"
         [[node.fpga]]
         name = "fpga0"
         socket = "/run/a/fpga0.sock"
@@ -400,9 +417,12 @@ mod tests {
     fn omitted_keys_have_defaults() {
         let config = Config::parse(TWO_NODES).unwrap();
         assert_eq!(config.switch[0].name, "sw");
-        assert_eq!(config.devices(), 5);
+        assert_eq!(config.devices(), 6);
         let [a, b] = &*config.node else { panic!() };
         assert_eq!((a.nic[0].switch.as_str(), a.accel[0].memory), ("sw", 1 << 30));
+        let more = |accel: &Accel| (accel.second_memory, accel.delayed_writes);
+        assert_eq!(more(&a.accel[0]), (Some(4 << 20), true));
+        assert_eq!(more(&a.accel[1]), (None, false));
         assert_eq!(a.fpga[0].memory, 32 << 20);
         assert_eq!(a.nic[0].pcie().unwrap().speed, LinkSpeed::Gen4);
         let second = a.nic[1].pcie().unwrap();
@@ -448,6 +468,7 @@ mod tests {
             ("\"32M\"", "\"2K\"", "device \"fpga0\": memory of 2048 bytes"),
             ("\"fpga0\"\n", "\"accel0\"\n", "device \"accel0\": the name"),
             ("\"1G\"", "\"much\"", "not a size"),
+            ("\"4M\"", "\"5M\"", "device \"accel0\": memory of 5242880 bytes"),
             ("\"1G\"", "7", "expected a string"),
             (
                 "[[node]]\n        name = \"a\"",

@@ -209,6 +209,31 @@ fn accelerators_of_one_guest_reach_each_other() {
 }
 
 #[test]
+fn delayed_writes_arrive_behind_those_of_other_devices() {
+    let fabric = Fabric::start(&ACCELS.replacen(
+        "memory = \"1M\"",
+        "memory = \"1M\"\nsecond_memory = \"2M\"\ndelayed_writes = true",
+        1,
+    ));
+    let (mut late, mut other) = (fabric.connect("accel0"), fabric.connect("accel1"));
+    bring_up(&mut late, WINDOW);
+    // The emulator maps no memory for other devices that the processor's accesses do not reach directly.
+    bring_up(&mut other, WINDOW + (1 << 20));
+    other.dma_unmap(WINDOW, 1 << 30).unwrap();
+    assert_eq!(late.region_info(5).unwrap().0.size, 2 << 20);
+    assert_eq!(run(&mut other, Op::Pattern, 4096, 7), Status::Ok);
+    late.write(2, 0, &[0; 8]).unwrap();
+    assert_eq!(run(&mut other, Op::DmaOut, 4096, WINDOW), Status::Ok);
+    assert_eq!(fabric.counter("accel1", "peer_written"), 4096);
+    let (mut sent, mut found) = ([0; 4096], [0; 4096]);
+    other.read(2, 0, &mut sent).unwrap();
+    late.read(2, 0, &mut found).unwrap();
+    assert_eq!(found[..8], [0; 8]);
+    assert_eq!(found[8..], sent[8..]);
+    assert_ne!(sent[..8], [0; 8]);
+}
+
+#[test]
 fn nics_are_served_and_controlled() {
     let mut fabric = Fabric::start(NICS);
     let mut nic = fabric.connect("nic0");

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use anyhow::{Context, Result, bail, ensure};
 
-use super::{Bridge, BridgeKind, Device, ROOT, Topology};
+use super::{Bridge, BridgeKind, Device, ROOT, Size, Topology};
 use crate::bridges::BRIDGES;
 
 /// The largest number of downstream ports of a switch: device numbers on its internal bus.
@@ -30,7 +30,9 @@ impl Topology {
         }
         for device in &self.device {
             let (name, parent) = (device.name(), device.parent());
-            check_device(device, &seen).with_context(|| format!("device {name:?}"))?;
+            check_device(device, &seen)
+                .and_then(|()| self.check_delay(device))
+                .with_context(|| format!("device {name:?}"))?;
             let Some(bridge) = self.bridge(parent) else {
                 bail!("device {name:?}: unknown parent {parent:?}; a device is below a root port or a switch");
             };
@@ -59,6 +61,25 @@ impl Topology {
             on_root <= MAX_ON_ROOT,
             "{on_root} bridges on {ROOT}, at most {MAX_ON_ROOT}"
         );
+        Ok(())
+    }
+
+    /// Checks that only the processor's writes to a device are delayed.
+    fn check_delay(&self, device: &Device) -> Result<()> {
+        if !device.delays_writes() {
+            return Ok(());
+        }
+        ensure!(
+            self.machine.iommu.is_none(),
+            "delayed_writes with an IOMMU: other devices reach the memory at its own bus address only"
+        );
+        for other in &self.device {
+            ensure!(
+                !matches!(other, Device::Nvme { .. }),
+                "delayed_writes beside drive {:?}: the emulator's own devices write as the processor does",
+                other.name()
+            );
+        }
         Ok(())
     }
 
@@ -174,18 +195,30 @@ pub(super) fn check_name(name: &str, seen: &BTreeMap<&str, &str>) -> Result<()> 
     Ok(())
 }
 
+fn check_bar(size: Size) -> Result<()> {
+    ensure!(
+        size.0.is_power_of_two() && size.0 >= 1 << 20,
+        "a BAR's size is a power of two from 1M up"
+    );
+    Ok(())
+}
+
 fn check_device(device: &Device, seen: &BTreeMap<&str, &str>) -> Result<()> {
     check_name(device.name(), seen)?;
     match device {
         Device::Nic { switch, .. } => {
             check_name(switch, &BTreeMap::new()).with_context(|| format!("switch {switch:?}"))?;
         }
-        Device::Accel { memory: size, .. } | Device::Fpga { memory: size, .. } | Device::Ivshmem { size, .. } => {
-            ensure!(
-                size.0.is_power_of_two() && size.0 >= 1 << 20,
-                "a BAR's size is a power of two from 1M up"
-            );
+        Device::Accel {
+            memory, second_memory, ..
+        } => {
+            check_bar(*memory)?;
+            if let Some(size) = second_memory {
+                check_bar(*size)?;
+                ensure!(size.0 <= 1 << 30, "the second memory has a 32-bit BAR, at most 1G");
+            }
         }
+        Device::Fpga { memory: size, .. } | Device::Ivshmem { size, .. } => check_bar(*size)?,
         Device::Nvme {
             image,
             serial,

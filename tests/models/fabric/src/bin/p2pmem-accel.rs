@@ -28,6 +28,9 @@ struct Args {
     /// Size of the memory behind BAR2: a power of two
     #[arg(long, default_value = "256M", value_parser = parse_size)]
     memory: u64,
+    /// Size of more memory behind BAR5: a power of two. Default: no BAR5
+    #[arg(long, value_parser = parse_size)]
+    second_memory: Option<u64>,
     /// UNIX domain socket for requests about counters and state
     #[arg(long)]
     control: Option<PathBuf>,
@@ -53,6 +56,9 @@ fn main() -> Result<()> {
     logging::start()?;
     let settings = Settings {
         memory: args.memory,
+        second_memory: args.second_memory,
+        // Devices of other processes write through the emulator, as the processor does, and so not earlier.
+        delayed_writes: false,
         speed: LinkSpeed::from_generation(args.link_gen).context("--link-gen: PCIe generations are 1 to 5")?,
         lanes: args.link_width,
         serial: args.serial,

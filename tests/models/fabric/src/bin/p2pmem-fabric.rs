@@ -47,6 +47,8 @@ fn accel(node: &str, settings: &config::Accel, peers: &Peers) -> Result<Listenin
     let device = Accel::among(
         Settings {
             memory: settings.memory,
+            second_memory: settings.second_memory,
+            delayed_writes: settings.delayed_writes,
             speed: pcie.speed,
             lanes: pcie.lanes,
             serial: settings.serial,
