@@ -96,7 +96,7 @@ pub(crate) struct Buffer {
     pub(crate) page_offset: u64,
     /// Bytes, a multiple of the page size.
     pub(crate) size: u64,
-    /// Offset of the first byte in the BAR.
+    /// Offset of the first byte in the BAR of the provider, or all ones if the memory is in another BAR.
     pub(crate) bar_offset: u64,
     /// Whether user mappings are write-combining.
     pub(crate) combine: bool,
@@ -139,7 +139,10 @@ impl Buffer {
     /// Errors: `ENODEV` if the provider is being removed, `ENOMEM`. The memory goes back to the provider then.
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
         let page_offset = provider.page_offset_of(&memory);
-        let (_, bar_offset) = memory.place();
+        let (bar, offset) = memory.place();
+        // A driver may have published several BARs, of which the provider names one. An offset in another one would be taken for one
+        // in that BAR.
+        let bar_offset = if bar == provider.bar { offset } else { u64::MAX };
         let (bus_addr, combine) = (memory.bus_addr(), memory.combine());
         let for_buffer = provider.clone();
         let buffer = Arc::pin_init(

@@ -339,7 +339,7 @@ struct p2pmem_request {
  * @provider: out: id of the provider
  * @size: out: size in bytes, @req.size rounded up to pages
  * @mmap_offset: out: offset at which mmap() on this file maps the buffer
- * @bar_offset: out: first byte in the provider's BAR; all ones if the BAR is not known
+ * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
  * @class: out: class of the path to the farthest client; 0 without clients
  * @reserved: must be zero
  *
@@ -392,7 +392,7 @@ enum p2pmem_buffer_state {
  * @provider: id of the provider
  * @size: size in bytes
  * @mmap_offset: offset at which mmap() on this file maps the buffer
- * @bar_offset: first byte in the provider's BAR; all ones if the BAR is not known
+ * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
  * @bus_addr: address of the buffer on the provider's PCI bus; 0 for callers without CAP_SYS_ADMIN
  * @state: &enum p2pmem_buffer_state
  * @mappings: number of user mappings (VMAs)
@@ -479,7 +479,7 @@ struct p2pmem_export {
  * @provider: out: id of the provider
  * @size: out: size in bytes
  * @mmap_offset: out: offset at which mmap() on this file maps the buffer
- * @bar_offset: out: first byte in the provider's BAR; all ones if the BAR is not known
+ * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
  *
  * To share a buffer with another process, export the whole buffer and pass the descriptor on (SCM_RIGHTS); the
  * receiver imports it. The new handle holds the buffer like any other: the memory becomes free when the last handle,
@@ -637,7 +637,7 @@ struct p2pmem_attachment {
  * @offset: first byte in the stripe
  * @size: size in bytes
  * @mmap_offset: offset at which mmap() on this file maps the buffer
- * @bar_offset: first byte in the provider's BAR; all ones if the BAR is not known
+ * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
  * @class: class of the path to the farthest client; 0 without clients
  * @reserved: zero
  */
