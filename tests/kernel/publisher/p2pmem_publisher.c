@@ -2,7 +2,8 @@
 /*
  * A driver that registers memory of its device with p2pmem, as an accelerator's own driver would.
  *
- * The driver binds to a device only by driver_override. The device gets these attributes:
+ * The driver binds to a device only by driver_override. With the parameter pool, a list of BARs, it then adds these BARs to
+ * the kernel's pool and publishes them there, as a driver that does not know p2pmem. The device gets these attributes:
  *
  *   publish   write "BAR OFFSET SIZE RESERVE HOW", with HOW one of paged, pageless and pinned: register that range;
  *             write "off": unregister it. Reads as the provider's id, or 0 if nothing is registered.
@@ -16,7 +17,13 @@
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/p2pmem.h>
+#include <linux/pci-p2pdma.h>
 #include <linux/pci.h>
+
+static int pool[PCI_STD_NUM_BARS];
+static unsigned int pool_bars;
+module_param_array(pool, int, &pool_bars, 0644);
+MODULE_PARM_DESC(pool, "BARs that go to the kernel's pool when a device is bound");
 
 struct publisher {
 	struct mutex lock;	/* protects registration */
@@ -130,11 +137,19 @@ ATTRIBUTE_GROUPS(publisher);
 static int publisher_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 {
 	struct publisher *p;
+	unsigned int i;
 	int ret;
 
 	ret = pcim_enable_device(pdev);
 	if (ret)
 		return ret;
+	for (i = 0; i < pool_bars; i++) {
+		ret = pci_p2pdma_add_resource(pdev, pool[i], 0, 0);
+		if (ret)
+			return ret;
+	}
+	if (pool_bars)
+		pci_p2pmem_publish(pdev, true);
 	p = devm_kzalloc(&pdev->dev, sizeof(*p), GFP_KERNEL);
 	if (!p)
 		return -ENOMEM;

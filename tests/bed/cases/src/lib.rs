@@ -29,6 +29,7 @@ mod attach_end;
 pub mod backends;
 mod backends_vfio;
 mod bad;
+mod bars;
 mod boundary;
 mod bridges;
 mod broadcast;
@@ -44,6 +45,7 @@ mod good;
 mod growth;
 mod hostile;
 mod inflight;
+mod late;
 mod life;
 mod namespaces;
 mod near;
@@ -103,6 +105,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(life::CASES)
         .chain(folios::CASES)
         .chain(inflight::CASES)
+        .chain(late::CASES)
+        .chain(bars::CASES)
         .chain(teardown::CASES)
         .chain(hostile::CASES)
         .chain(pressure::CASES)

@@ -68,6 +68,7 @@ pub(super) const CASES: &[Case] = &[
 
 const MIB: u64 = 1 << 20;
 const MODULE: &str = "p2pmem_publisher";
+
 /// accel0, bound to the driver that publishes.
 pub(super) struct Publisher<'a> {
     bed: &'a Bed,
@@ -76,7 +77,18 @@ pub(super) struct Publisher<'a> {
 
 impl<'a> Publisher<'a> {
     pub(super) fn new(bed: &'a Bed) -> Result<Publisher<'a>> {
+        Publisher::with_pool(bed, &[])
+    }
+
+    /// As [`Publisher::new`], with `bars` of the device in the kernel's pool.
+    pub(super) fn with_pool(bed: &'a Bed, bars: &[u32]) -> Result<Publisher<'a>> {
         bed.unpublish("accel0")?;
+        load()?;
+        if !bars.is_empty() {
+            let parameter = Path::new("/sys/module").join(MODULE).join("parameters/pool");
+            let bars: Vec<String> = bars.iter().map(u32::to_string).collect();
+            write(&parameter, &bars.join(","))?;
+        }
         bind(bed, "accel0")?;
         let device = bed.device("accel0")?;
         Ok(Publisher {
