@@ -52,7 +52,6 @@ pub(crate) fn init() {
         bus::init_lock();
         driver::init_lock();
         publisher::init_lock();
-        workqueue::init_lock();
         #[cfg(p2pmem_peer)]
         peer_mem::gate::init_lock();
     }

@@ -128,7 +128,8 @@ impl Scrubber {
 
 impl Drop for Scrubber {
     fn drop(&mut self) {
-        workqueue::set_queue(None);
+        // Cannot fail: nothing is allocated.
+        let _ = workqueue::set_queue(None);
     }
 }
 
@@ -142,7 +143,7 @@ impl kernel::InPlaceModule for P2pmem {
             let for_power = Arc::new(PowerEvents(orchestrator.clone()), GFP_KERNEL)?;
             Ok(try_pin_init!(Self {
                 scrubber: {
-                    workqueue::set_queue(Some(OwnQueue::new(c"p2pmem", Scrubber::send)?));
+                    workqueue::set_queue(Some(OwnQueue::new(c"p2pmem", Scrubber::send)?))?;
                     Scrubber
                 },
                 notifier <- Notifier::new(for_bus),

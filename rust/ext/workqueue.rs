@@ -2,17 +2,18 @@
 
 //! The module's own workqueue, so that unloading waits for all queued work.
 //!
-//! Queueing work does not sleep, except to take `QUEUE`, a mutex; so the functions of this module are for process context.
-//! Dropping a queue waits for its work. `QUEUE` is held while work is queued, and not while a queue is dropped.
+//! Queueing work takes no lock of p2pmem and does not sleep. Dropping a queue waits for its work, in process context.
 //!
 //! C header: [`include/linux/workqueue.h`](srctree/include/linux/workqueue.h)
 
-use crate::ext::global::initialised;
-use core::ptr::NonNull;
+use core::ptr::{self, NonNull};
 use kernel::{
     bindings, new_delayed_work,
     prelude::*,
-    sync::Arc,
+    sync::{
+        atomic::{Acquire, Atomic, Full},
+        rcu, Arc,
+    },
     workqueue::{impl_has_delayed_work, DelayedWork, Queue, RawWorkItem, WorkItem},
 };
 
@@ -120,29 +121,35 @@ impl Drop for OwnQueue {
     }
 }
 
-kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
-    // panics before that.
-    unsafe(uninit) static QUEUE: Mutex<Option<OwnQueue>> = None;
+/// The module's queue, or null. The pointer is from `KBox::into_raw()`. Readers hold the RCU read lock; [`set_queue`] waits for
+/// them before it frees the queue.
+static QUEUE: Atomic<*mut OwnQueue> = Atomic::new(ptr::null_mut());
+
+/// Sets the module's queue. Drops the former one, which waits for all its work. Sleeps. Errors: `ENOMEM`; nothing has changed
+/// then.
+pub(crate) fn set_queue(queue: Option<OwnQueue>) -> Result {
+    let new = match queue {
+        Some(queue) => KBox::into_raw(KBox::new(queue, GFP_KERNEL)?),
+        None => ptr::null_mut(),
+    };
+    let old = QUEUE.xchg(new, Full);
+    if !old.is_null() {
+        // SAFETY: No argument. Waits for all readers that may have loaded `old`.
+        unsafe { bindings::synchronize_rcu() };
+        // SAFETY: `QUEUE` had a pointer from `KBox::into_raw()`, and only this call took that pointer out. After the grace
+        // period no reader uses the object.
+        drop(unsafe { KBox::from_raw(old) });
+    }
+    Ok(())
 }
 
-/// Initialises `QUEUE`.
-///
-/// # Safety
-///
-/// Must be called once, before [`crate::ext::global::set_initialised`].
-pub(super) unsafe fn init_lock() {
-    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
-    // `initialised()` panics.
-    unsafe { QUEUE.init() };
-}
-
-/// Sets the module's queue. Drops the former one, which waits for all its work. Sleeps.
-pub(crate) fn set_queue(queue: Option<OwnQueue>) {
-    initialised();
-    let old = core::mem::replace(&mut *QUEUE.lock(), queue);
-    // Dropped outside the lock: the work that the drop waits for may queue more work.
-    drop(old);
+/// Calls `f` with the module's queue, unless there is none. `f` must not sleep, and is dropped without the RCU read lock.
+fn with_queue<T>(f: impl FnOnce(&OwnQueue) -> T) -> Option<T> {
+    // Declared in the body, so it is dropped before `f`, which is an argument.
+    let _guard = rcu::read_lock();
+    // SAFETY: The pointer is null or that of a queue, which `set_queue` does not free while the guard exists.
+    let queue = unsafe { QUEUE.load(Acquire).as_ref() }?;
+    Some(f(queue))
 }
 
 /// Queues work on the module's queue. Returns false, and drops the work, if there is no queue.
@@ -150,21 +157,13 @@ pub(crate) fn enqueue<W, const ID: u64>(work: W) -> bool
 where
     W: RawWorkItem<ID> + Send + 'static,
 {
-    initialised();
-    let queue = QUEUE.lock();
-    let Some(queue) = &*queue else {
-        return false;
-    };
-    let _ = queue.enqueue(work);
-    true
+    // Work that is queued already is returned, and dropped without the RCU read lock.
+    with_queue(|queue| queue.enqueue(work)).is_some()
 }
 
 /// Calls [`OwnQueue::run_at_next_tick`] of the module's queue. Does nothing if there is no queue.
 pub(crate) fn run_at_next_tick() {
-    initialised();
-    if let Some(queue) = &*QUEUE.lock() {
-        queue.run_at_next_tick();
-    }
+    with_queue(OwnQueue::run_at_next_tick);
 }
 
 #[kunit_tests(p2pmem_workqueue)]
