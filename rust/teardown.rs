@@ -322,7 +322,8 @@ impl Removal {
         } = self;
         provider.set_progress(Text::new(fmt!("its attachments are being ended")));
         // Step 2. Attachments end first: they let the function do DMA, while buffers let others do DMA to the function.
-        provider.for_each_attachment(|attachment| attachment.provider_removed());
+        provider.for_each_attachment(|attachment| attachment.clone().revoke());
+        provider.for_each_attachment(|attachment| attachment.await_end());
         provider.set_progress(Text::new(fmt!("its buffers are being revoked")));
         let mut revoked = 0u32;
         provider.for_each_buffer(|buffer| revoked += u32::from(orchestrator.revoke(buffer)));

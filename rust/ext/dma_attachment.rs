@@ -7,7 +7,7 @@
 //!
 //! All functions are for process context and may sleep. Lock order: the dma-buf's reservation lock, which [`DmaAttachment`]
 //! takes itself, then `Inner::table`, a leaf. [`AttachmentOwner::revoked`] is called with the reservation locked, so its
-//! implementation must not use the attachment, and must not drop the last reference to its owner.
+//! implementation must not end the attachment.
 //!
 //! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h)
 
@@ -24,18 +24,21 @@ use core::ptr::{self, NonNull};
 use kernel::{
     bindings,
     error::{from_err_ptr, to_result},
-    ffi,
-    new_mutex,
+    ffi, new_mutex,
     prelude::*,
-    sync::Mutex, //
+    scatterlist::SGTable,
+    sync::{
+        Arc,
+        Mutex, //
+    },
 };
 
 /// The owner of an attachment.
-pub(crate) trait AttachmentOwner: Send + Sync + 'static {
+pub(crate) trait AttachmentOwner: Send + Sync {
     /// The exporter takes its memory back, and the mapping is about to end. Called at most once for each mapping, with the
     /// dma-buf's reservation locked. If no IOMMU ends the device's access, the device must not access the memory any more
-    /// when this returns.
-    fn revoked(&self, device: &DmaUse);
+    /// when this returns. The attachment keeps another reference to the owner.
+    fn revoked(self: Arc<Self>, device: &DmaUse);
 }
 
 /// A mapping of a dma-buf for DMA, and its properties.
@@ -61,15 +64,15 @@ unsafe impl Send for Table {}
 
 /// The data that `importer_priv` of the attachment points to.
 #[pin_data]
-struct Inner<T> {
+struct Inner {
     /// The mapping, if there is one. Changed with the reservation locked.
     #[pin]
     table: Mutex<Option<Table>>,
     device: DmaUse,
-    owner: T,
+    owner: Arc<dyn AttachmentOwner>,
 }
 
-impl<T> Inner<T> {
+impl Inner {
     /// Ends the mapping, if there is one. Calls `before` first.
     ///
     /// # Safety
@@ -91,18 +94,18 @@ impl<T> Inner<T> {
 /// # Invariants
 ///
 /// `raw` is attached to `dma_buf`, its device is that of `inner.device`, and its `importer_priv` points to `inner`.
-pub(crate) struct DmaAttachment<T: AttachmentOwner> {
+pub(crate) struct DmaAttachment {
     raw: NonNull<bindings::dma_buf_attachment>,
     dma_buf: AnyDmaBuf,
-    inner: Pin<KBox<Inner<T>>>,
+    inner: Pin<KBox<Inner>>,
 }
 
 // SAFETY: An attachment can be used and detached on any thread, and the owner is `Send`.
-unsafe impl<T: AttachmentOwner> Send for DmaAttachment<T> {}
+unsafe impl Send for DmaAttachment {}
 // SAFETY: All methods change the attachment with the reservation locked, and the owner is `Sync`.
-unsafe impl<T: AttachmentOwner> Sync for DmaAttachment<T> {}
+unsafe impl Sync for DmaAttachment {}
 
-impl<T: AttachmentOwner> DmaAttachment<T> {
+impl DmaAttachment {
     /// The callbacks of the importer.
     const OPERATIONS: &'static bindings::dma_buf_attach_ops = &bindings::dma_buf_attach_ops {
         allow_peer2peer: true,
@@ -112,7 +115,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
     /// Attaches the device of `device` to a dma-buf, without a mapping. Takes the reservation.
     ///
     /// Errors: `ENOMEM`; those of the exporter, such as `EOPNOTSUPP`.
-    pub(crate) fn new(dma_buf: AnyDmaBuf, device: DmaUse, owner: T) -> Result<Self> {
+    pub(crate) fn new(dma_buf: AnyDmaBuf, device: DmaUse, owner: Arc<dyn AttachmentOwner>) -> Result<Self> {
         let inner = KBox::pin_init(
             pin_init!(Inner {
                 table <- new_mutex!(None),
@@ -121,7 +124,7 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
             }),
             GFP_KERNEL_ACCOUNT,
         )?;
-        let private = ptr::from_ref::<Inner<T>>(&inner).cast_mut();
+        let private = ptr::from_ref::<Inner>(&inner).cast_mut();
         // SAFETY: `dma_buf` is a valid dma-buf. The device is valid and stays bound as long as `inner`. The operations are
         // a static, and `inner` is pinned and lives until after `dma_buf_detach()`.
         let raw = from_err_ptr(unsafe {
@@ -203,27 +206,22 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
         if waited < 0 {
             to_result(waited as ffi::c_int)?;
         }
-        let table = table.0.as_ptr();
-        // SAFETY: By the type invariant of `Table` the table is mapped. Nothing is written for a count of 0.
-        let count = unsafe { sys::p2pmem_sgt_ranges(table, ptr::null_mut(), 0) };
-        let mut raw = KVVec::new();
-        raw.resize(count as usize, sys::p2pmem_dma_range::default(), GFP_KERNEL_ACCOUNT)?;
-        // SAFETY: As above; `raw` has `count` elements.
-        unsafe { sys::p2pmem_sgt_ranges(table, raw.as_mut_ptr(), count) };
+        // SAFETY: By the type invariant of `Table` the table is mapped. The reservation is locked, so it does not change.
+        let table = unsafe { SGTable::from_raw(table.0.as_ptr()) };
         let mut mapping = DmaMapping {
             ranges: KVVec::new(),
             translated: true,
             bounced: false,
         };
         let device = self.inner.device.device().as_raw();
-        for entry in &raw {
-            mapping.translated &= self.inner.device.translates(entry.address);
-            // SAFETY: The device is valid and has a DMA mask, as every PCI function.
-            mapping.bounced |= unsafe { sys::p2pmem_dma_is_bounced(device, entry.address) };
+        for entry in table.iter() {
             let range = Range {
-                offset: entry.address,
-                size: entry.size,
+                offset: entry.dma_address(),
+                size: entry.dma_len(),
             };
+            mapping.translated &= self.inner.device.translates(range.offset);
+            // SAFETY: The device is valid and has a DMA mask, as every PCI function.
+            mapping.bounced |= unsafe { sys::p2pmem_dma_is_bounced(device, range.offset) };
             if let Some(last) = mapping.ranges.last_mut() {
                 if let Some(both) = last.join(range) {
                     *last = both;
@@ -254,15 +252,15 @@ impl<T: AttachmentOwner> DmaAttachment<T> {
     ///
     /// Only for exporters, which call with an attachment that [`Self::new`] made and that is not detached.
     unsafe extern "C" fn invalidate(attachment: *mut bindings::dma_buf_attachment) {
-        // SAFETY: `new()` set `importer_priv` to an `Inner<T>`, which lives until `dma_buf_detach()` has returned. That
+        // SAFETY: `new()` set `importer_priv` to an `Inner`, which lives until `dma_buf_detach()` has returned. That
         // function takes the reservation, which the caller holds.
-        let inner = unsafe { &*(*attachment).importer_priv.cast::<Inner<T>>() };
+        let inner = unsafe { &*(*attachment).importer_priv.cast::<Inner>() };
         // SAFETY: `inner` is that of the attachment, which is not detached. The caller has the reservation locked.
-        unsafe { inner.unmap(attachment, || inner.owner.revoked(&inner.device)) };
+        unsafe { inner.unmap(attachment, || inner.owner.clone().revoked(&inner.device)) };
     }
 }
 
-impl<T: AttachmentOwner> Drop for DmaAttachment<T> {
+impl Drop for DmaAttachment {
     fn drop(&mut self) {
         self.unmap(|| {});
         // SAFETY: By the type invariant `raw` is attached to `dma_buf`. It has no mapping, and is not used afterwards.

@@ -123,11 +123,11 @@ impl Link {
         pin_init!(Self { raw <- new_mutex!(Raw(None)) })
     }
 
-    /// Calls `mark` with the reservation locked, and invalidates all importers' mappings if `mark` returns true.
+    /// Calls `mark` with the reservation locked, and invalidates all importers' mappings.
     ///
     /// Without a dma-buf, only calls `mark`, under the link's lock. Importers may end their mappings later: see
     /// [`Self::wait_fences`]. May sleep; takes the link's lock and the reservation lock.
-    pub(crate) fn invalidate(&self, mark: impl FnOnce() -> bool) {
+    pub(crate) fn invalidate(&self, mark: impl FnOnce()) {
         let raw = self.raw.lock();
         let Some(dma_buf) = raw.0 else {
             mark();
@@ -139,9 +139,8 @@ impl Link {
             let resv = (*dma_buf.as_ptr()).resv;
             // Without an acquire context, locking cannot fail.
             bindings::dma_resv_lock(resv, ptr::null_mut());
-            if mark() {
-                bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
-            }
+            mark();
+            bindings::dma_buf_invalidate_mappings(dma_buf.as_ptr());
             bindings::dma_resv_unlock(resv);
         }
     }

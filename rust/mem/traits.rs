@@ -57,8 +57,11 @@ pub(crate) trait Revocable: Send + Sync {
 ///
 /// Context: process context, may sleep, with none of the module's locks held.
 pub(crate) trait DeviceAttachment: Send + Sync {
-    /// Ends the attachment because the provider is being removed. When this returns, the function has no mapping.
-    fn provider_removed(&self);
+    /// Starts to end the attachment because the provider is being removed. Does not wait for the exporter.
+    fn revoke(self: Arc<Self>);
+
+    /// Waits until the function has no mapping, without a limit: the exporter or its importers may hold a lock.
+    fn await_end(&self);
 
     /// The function can do no DMA because of another attachment, or of this one.
     fn function_stopped(&self);

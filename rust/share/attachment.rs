@@ -8,8 +8,8 @@
 //! the function loses bus mastering unless the program detached. See "Attachments to dma-bufs" in
 //! Documentation/design/lifecycle.md.
 //!
-//! Context: process context, may sleep, with none of the module's locks held. Lock order: `Attachment::import`, the
-//! dma-buf's reservation, `Mapping::state`. The exporter's callback has the reservation locked, and does not take `import`.
+//! Context: process context, may sleep, with none of the module's locks held. Lock order: the dma-buf's reservation, then
+//! `Attachment::state`, which is not held while the exporter is called.
 //!
 //! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h), wrapped by [`crate::ext::dma_attachment`].
 
@@ -24,6 +24,7 @@ use crate::{
             DmaUse,
             Unconfirmed, //
         },
+        completion::Completion,
         cred::Credentials,
         dma_attachment::{
             AttachmentOwner,
@@ -77,8 +78,8 @@ pub(crate) trait Watcher: Send + Sync {
     fn attachment_event(&self, kind: u32, provider: u32, handle: u32);
 }
 
-/// The phase of a mapping. It only moves forward.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+/// The phase of the mapping. It only moves forward.
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Phase {
     New,
     Live,
@@ -96,25 +97,47 @@ struct State {
     translated: bool,
     /// The function may still use the mapping, although the mapping ended.
     stale: Option<Unconfirmed>,
+    /// The attachment to the dma-buf, which refers back. [`Attachment::new`] sets it, and the thread that ends the attachment
+    /// takes it, so that no lock is held while the exporter is called.
+    importer: Option<DmaAttachment>,
+    /// Whether the attachment is to end. If there is no `importer` yet, [`Attachment::new`] ends the attachment.
+    ending: bool,
 }
 
-/// What the exporter's callback needs of an attachment.
+/// An attachment, which one handle of a file refers to.
 #[pin_data]
-struct Mapping {
+pub(crate) struct Attachment {
+    id: u64,
     provider: Arc<Provider>,
     handle: u32,
     watcher: Arc<dyn Watcher>,
+    /// Size of the dma-buf in bytes.
+    pub(crate) size: u64,
+    exporter: ExporterName,
+    owner: Owner,
+    since: u64,
     #[pin]
     state: Mutex<State>,
+    /// Completed when the attachment has ended.
     #[pin]
-    work: Work<Mapping>,
+    ended: Completion,
+    #[pin]
+    stopped: Work<Attachment, STOPPED>,
+    #[pin]
+    removal: Work<Attachment, REMOVED>,
 }
+
+/// Work: the function was stopped.
+const STOPPED: u64 = 0;
+/// Work: the provider is being removed.
+const REMOVED: u64 = 1;
 
 impl_has_work! {
-    impl HasWork<Mapping> for Mapping { self.work }
+    impl HasWork<Attachment, STOPPED> for Attachment { self.stopped }
+    impl HasWork<Attachment, REMOVED> for Attachment { self.removal }
 }
 
-impl WorkItem for Mapping {
+impl WorkItem<STOPPED> for Attachment {
     type Pointer = Arc<Self>;
 
     /// Notifies the files of all attachments of a function that was stopped. Not done by the callback, which has a
@@ -125,73 +148,22 @@ impl WorkItem for Mapping {
     }
 }
 
-impl Mapping {
-    fn notify(&self, kind: u32) {
-        self.watcher.attachment_event(kind, self.provider.id, self.handle);
-    }
+impl WorkItem<REMOVED> for Attachment {
+    type Pointer = Arc<Self>;
 
-    /// The mapping is about to end, with the reservation locked. `confirmed` says that the function does not use the
-    /// addresses any more. Otherwise, nobody can attach the function until somebody confirms this, and if no IOMMU ends the
-    /// access, this takes bus mastering from the function. Returns whether this stopped the function.
-    fn ending(&self, device: &DmaUse, phase: Phase, confirmed: bool) -> bool {
-        let mut state = self.state.lock();
-        state.phase = phase;
-        let ranges = core::mem::replace(&mut state.ranges, KVVec::new());
-        let mut stopped = false;
-        // An administrator can make translations lazy at any time.
-        state.translated = state.translated && ranges.first().is_some_and(|range| device.translates(range.offset));
-        if !confirmed {
-            let (stale, first) = device.end_unconfirmed(state.translated);
-            state.stale = Some(stale);
-            stopped = first;
-        }
-        drop(state);
-        drop(ranges);
-        stopped
-    }
-
-    /// Notifies the other attachments of the function that it can do no DMA.
-    fn spread_stop(self: &Arc<Self>) {
-        if log::allowed() {
-            dev_notice!(
-                self.provider.function().device(),
-                "p2pmem: bus mastering is disabled: a mapping ended that the device may still use, and no IOMMU ends the access\n"
-            );
-        }
-        // Cannot be the last reference: the caller has one.
-        workqueue::enqueue(self.clone());
+    fn run(this: Arc<Self>) {
+        this.end(End::ProviderRemoved);
     }
 }
 
-impl AttachmentOwner for Arc<Mapping> {
-    fn revoked(&self, device: &DmaUse) {
+impl AttachmentOwner for Attachment {
+    fn revoked(self: Arc<Self>, device: &DmaUse) {
         let stopped = self.ending(device, Phase::Revoked, false);
         self.notify(consts::EVENT_ATTACHMENT_REVOKED);
         if stopped {
             self.spread_stop();
         }
     }
-}
-
-/// The dma-buf that a function is attached to.
-struct Import {
-    attachment: Option<DmaAttachment<Arc<Mapping>>>,
-    /// Whether the attachment has ended, except by its exporter.
-    ended: bool,
-}
-
-/// An attachment, which one handle of a file refers to.
-#[pin_data]
-pub(crate) struct Attachment {
-    id: u64,
-    /// Size of the dma-buf in bytes.
-    pub(crate) size: u64,
-    exporter: ExporterName,
-    owner: Owner,
-    since: u64,
-    mapping: Arc<Mapping>,
-    #[pin]
-    import: Mutex<Import>,
 }
 
 /// How an attachment ends.
@@ -245,90 +217,84 @@ impl Attachment {
                 addr
             ));
         }
-        let shared = Arc::pin_init(
-            pin_init!(Mapping {
+        let (exporter, size) = (dma_buf.exporter_name(), dma_buf.size());
+        let this: Arc<Self> = Arc::pin_init(
+            pin_init!(Self {
+                id: NEXT_ID.fetch_add(1, Relaxed),
                 provider: provider.clone(),
                 handle,
                 watcher,
+                size,
+                exporter,
+                owner: Owner::current(),
+                since: log::now_ns(),
                 state <- new_mutex!(State {
                     phase: Phase::New,
                     ranges: KVVec::new(),
                     translated: false,
                     stale: None,
+                    importer: None,
+                    ending: false,
                 }),
-                work <- new_work!("p2pmem_stopped"),
+                ended <- Completion::new(),
+                stopped <- new_work!("p2pmem_stopped"),
+                removal <- new_work!("p2pmem_attachment_removal"),
             }),
             GFP_KERNEL_ACCOUNT,
         )?;
-        let (mapping, exporter, size) = (shared.clone(), dma_buf.exporter_name(), dma_buf.size());
-        let this: Arc<Self> = Arc::pin_init(
-            pin_init!(Self {
-                id: NEXT_ID.fetch_add(1, Relaxed),
-                size,
-                exporter,
-                owner: Owner::current(),
-                since: log::now_ns(),
-                mapping,
-                import <- new_mutex!(Import {
-                    attachment: None,
-                    ended: false,
-                }),
-            }),
-            GFP_KERNEL_ACCOUNT,
-        )?;
-        // First: a removal that begins from here on finds the attachment, and waits for `import`.
+        // First: a removal that begins from here on finds the attachment, and waits for `ended`.
         provider.add_attachment(this.id, this.clone()).map_err(|e| match e {
             e if e == ENODEV => removed(provider),
             e => e.into(),
         })?;
-        let mut import = this.import.lock();
-        let attached = if import.ended {
-            Err(removed(provider))
-        } else {
-            DmaAttachment::new(dma_buf, device, shared)
-                .map_err(|e| this.refused("attach to", e))
-                .and_then(|attachment| this.map(attachment))
-        };
-        match attached {
-            Ok(attachment) => {
-                let stopped = attachment.device().is_stopped();
-                import.attachment = Some(attachment);
-                drop(import);
-                // Another mapping of the function may have become stale before this one was live, and its event did not reach
-                // this attachment.
-                if stopped {
-                    this.function_stopped();
-                }
-                Ok(this)
-            }
+        let importer = DmaAttachment::new(dma_buf, device, this.clone())
+            .map_err(|e| this.refused("attach to", e))
+            .and_then(|importer| this.map(importer));
+        let importer = match importer {
+            Ok(importer) => importer,
             Err(refusal) => {
-                drop(import);
-                provider.remove_attachment(this.id);
-                Err(refusal)
+                this.left();
+                return Err(refusal);
             }
+        };
+        let stopped = importer.device().is_stopped();
+        let mut state = this.state.lock();
+        state.importer = Some(importer);
+        let ending = state.ending;
+        drop(state);
+        if ending {
+            // The caller does not learn the addresses, so the function does not use them.
+            this.end(End::Detached);
+            return Err(removed(provider));
         }
+        // Another mapping of the function may have become stale before this one was live, and its event did not reach this
+        // attachment.
+        if stopped {
+            this.function_stopped();
+        }
+        Ok(this)
     }
 
     /// Maps the dma-buf and keeps the addresses.
-    fn map(&self, attachment: DmaAttachment<Arc<Mapping>>) -> Answer<DmaAttachment<Arc<Mapping>>> {
+    fn map(&self, importer: DmaAttachment) -> Answer<DmaAttachment> {
         let mut bounced = false;
-        let mapped = attachment.map(consts::MAX_DMA_RANGES as usize, |mapping| {
+        let mapped = importer.map(consts::MAX_DMA_RANGES as usize, |mapping| {
             bounced = mapping.bounced;
             if bounced {
                 return Err(abi::errno(abi::EOPNOTSUPP));
             }
-            let mut state = self.mapping.state.lock();
+            let mut state = self.state.lock();
             state.phase = Phase::Live;
             state.ranges = mapping.ranges;
             state.translated = mapping.translated;
             Ok(())
         });
         match mapped {
-            Ok(()) => Ok(attachment),
+            Ok(()) => Ok(importer),
             Err(e) if bounced => Err(refuse!(
                 e,
                 "{} reaches the memory of the dma-buf of {} only through a bounce buffer, or not coherently",
-                self.mapping.provider.addr,
+                self.provider.addr,
                 self.exporter
             )),
             Err(e) if e == E2BIG => Err(refuse!(
@@ -336,7 +302,7 @@ impl Attachment {
                 "the dma-buf of {} has more than {} ranges for {}",
                 self.exporter,
                 consts::MAX_DMA_RANGES,
-                self.mapping.provider.addr
+                self.provider.addr
             )),
             Err(e) => Err(self.refused("map", e)),
         }
@@ -350,58 +316,101 @@ impl Attachment {
         refuse!(
             error,
             "{} cannot {} the dma-buf of {}: its exporter, or the kernel's DMA interface, refuses",
-            self.mapping.provider.addr,
+            self.provider.addr,
             what,
             self.exporter
         )
     }
 
-    /// Ends the attachment. When this returns, the function has no mapping, and the provider's list does not have the
-    /// attachment any more. Takes the reservation.
-    pub(crate) fn end(&self, how: End) {
-        let mut import = self.import.lock();
-        import.ended = true;
-        let mut stopped = false;
-        let mut ended = false;
-        if let Some(attachment) = &import.attachment {
-            attachment.unmap(|| {
-                ended = true;
-                stopped = self
-                    .mapping
-                    .ending(attachment.device(), Phase::Gone, how == End::Detached);
-            });
+    /// Ends the attachment, or waits until another thread has ended it. When this returns, the function has no mapping, and
+    /// the provider's list does not have the attachment any more. Takes the reservation.
+    pub(crate) fn end(self: &Arc<Self>, how: End) {
+        let mut state = self.state.lock();
+        state.ending = true;
+        let importer = state.importer.take();
+        drop(state);
+        match importer {
+            Some(importer) => self.finish(importer, how),
+            None => while !self.ended.wait(1_000) {},
         }
-        let gone = import.attachment.take();
-        drop(import);
-        // Detaching and dropping the dma-buf call the exporter.
-        drop(gone);
-        if ended && how == End::ProviderRemoved {
-            self.mapping.notify(consts::EVENT_ATTACHMENT_REVOKED);
-        }
-        if stopped {
-            self.mapping.spread_stop();
-        }
-        let provider = &self.mapping.provider;
-        provider.remove_attachment(self.id);
         if how != End::Detached {
             return;
         }
-        let stale = self.mapping.state.lock().stale.take();
+        let stale = self.state.lock().stale.take();
         if let Some(stale) = stale {
             stale.confirm();
         }
     }
 
+    /// Ends the mapping and detaches from the dma-buf. Takes the reservation.
+    fn finish(self: &Arc<Self>, importer: DmaAttachment, how: End) {
+        let (mut ended, mut stopped) = (false, false);
+        importer.unmap(|| {
+            ended = true;
+            stopped = self.ending(importer.device(), Phase::Gone, how == End::Detached);
+        });
+        // Detaching and dropping the dma-buf call the exporter.
+        drop(importer);
+        if ended && how == End::ProviderRemoved {
+            self.notify(consts::EVENT_ATTACHMENT_REVOKED);
+        }
+        if stopped {
+            self.spread_stop();
+        }
+        self.left();
+    }
+
+    /// The function is not attached to the dma-buf any more.
+    fn left(&self) {
+        self.provider.remove_attachment(self.id);
+        self.ended.complete();
+    }
+
+    fn notify(&self, kind: u32) {
+        self.watcher.attachment_event(kind, self.provider.id, self.handle);
+    }
+
+    /// The mapping is about to end, with the reservation locked. `confirmed` says that the function does not use the
+    /// addresses any more. Otherwise, nobody can attach the function until somebody confirms this, and if no IOMMU ends the
+    /// access, this takes bus mastering from the function. Returns whether this stopped the function.
+    fn ending(&self, device: &DmaUse, phase: Phase, confirmed: bool) -> bool {
+        let mut state = self.state.lock();
+        state.phase = phase;
+        let ranges = core::mem::replace(&mut state.ranges, KVVec::new());
+        let mut stopped = false;
+        // An administrator can make translations lazy at any time.
+        state.translated = state.translated && ranges.first().is_some_and(|range| device.translates(range.offset));
+        if !confirmed {
+            let (stale, first) = device.end_unconfirmed(state.translated);
+            state.stale = Some(stale);
+            stopped = first;
+        }
+        drop(state);
+        drop(ranges);
+        stopped
+    }
+
+    /// Notifies the other attachments of the function that it can do no DMA.
+    fn spread_stop(self: &Arc<Self>) {
+        if log::allowed() {
+            dev_notice!(
+                self.provider.function().device(),
+                "p2pmem: bus mastering is disabled: a mapping ended that the device may still use, and no IOMMU ends the access\n"
+            );
+        }
+        // Cannot be the last reference: the caller has one.
+        workqueue::enqueue::<_, STOPPED>(self.clone());
+    }
+
     /// Returns the id of the provider.
     pub(crate) fn provider(&self) -> u32 {
-        self.mapping.provider.id
+        self.provider.id
     }
 
     /// Returns the state (`P2PMEM_ATTACHMENT_*`) and the flags of `info`.
     pub(crate) fn status(&self) -> (u32, u32) {
-        let import = self.import.lock();
-        let stopped = import.attachment.as_ref().is_some_and(|a| a.device().is_stopped());
-        let state = self.mapping.state.lock();
+        let state = self.state.lock();
+        let stopped = state.importer.as_ref().is_some_and(|a| a.device().is_stopped());
         let status = match state.phase {
             Phase::New | Phase::Live if stopped => consts::ATTACHMENT_STOPPED,
             Phase::New | Phase::Live => consts::ATTACHMENT_LIVE,
@@ -420,9 +429,9 @@ impl Attachment {
     pub(crate) fn ranges(&self, most: usize) -> Result<(KVVec<Range>, usize)> {
         // No allocation with `state` locked: the exporter's callback takes it, and exporters call during memory reclaim. There
         // are never more ranges later.
-        let count = self.mapping.state.lock().ranges.len().min(most);
+        let count = self.state.lock().ranges.len().min(most);
         let mut copy = KVVec::with_capacity(count, GFP_KERNEL_ACCOUNT)?;
-        let state = self.mapping.state.lock();
+        let state = self.state.lock();
         for range in state.ranges.iter().take(count) {
             copy.push_within_capacity(*range).map_err(|_| ENOMEM)?;
         }
@@ -431,24 +440,42 @@ impl Attachment {
 }
 
 impl DeviceAttachment for Attachment {
-    fn provider_removed(&self) {
-        self.end(End::ProviderRemoved);
+    /// On the workqueue, because the exporter may hold the reservation for long.
+    fn revoke(self: Arc<Self>) {
+        if !workqueue::enqueue::<_, REMOVED>(self.clone()) {
+            self.end(End::ProviderRemoved);
+        }
+    }
+
+    fn await_end(&self) {
+        let mut wait = log::LoggedWait::new();
+        while !self.ended.wait(1_000) {
+            if let Some(seconds) = wait.due() {
+                self.provider.waits_for(fmt!(
+                    "waiting for the dma-buf of {} to end attachment {} of {} since {} s: the dma-buf is locked",
+                    self.exporter,
+                    self.id,
+                    self.owner,
+                    seconds
+                ));
+            }
+        }
     }
 
     fn function_stopped(&self) {
-        if self.mapping.state.lock().phase == Phase::Live {
-            self.mapping.notify(consts::EVENT_ATTACHMENT_STOPPED);
+        if self.state.lock().phase == Phase::Live {
+            self.notify(consts::EVENT_ATTACHMENT_STOPPED);
         }
     }
 
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (status, info) = self.status();
         let translated = info & consts::ATTACHMENT_TRANSLATED != 0;
-        let state = self.mapping.state.lock();
+        let state = self.state.lock();
         f.write_fmt(fmt!(
             "attachment {} of {} to a dma-buf of {}: {} bytes, {}, {}, by {}, since {} s\n",
             self.id,
-            self.mapping.provider.addr,
+            self.provider.addr,
             self.exporter,
             self.size,
             match status {

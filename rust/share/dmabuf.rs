@@ -8,7 +8,7 @@
 //!
 //! Context: all functions are for process context and may sleep. The callbacks `pin`, `unpin`, `map` and `unmapped` of
 //! [`Exporter`] are called with the dma-buf's reservation locked. `Export::state` is a mutex for short sections. It is
-//! taken under the reservation lock and under the lock of [`Link`]; no other mutex of p2pmem is taken under it.
+//! taken under the reservation lock and under the lock of [`Link`]; only `Provider::progress` is taken under it.
 //!
 //! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h), wrapped by [`crate::ext::dma_buf`].
 
@@ -105,6 +105,8 @@ struct State {
     /// The memory to map. `None` when the last mapping is gone after the revocation, or the dma-buf is released.
     target: Option<Target>,
     revoked: bool,
+    /// Whether all importers were notified of the revocation.
+    invalidated: bool,
     /// Whether the buffer's list of exports has the export.
     registered: bool,
     /// Number of mappings of all importers.
@@ -130,7 +132,7 @@ pub(crate) struct Export {
     link: Link,
     #[pin]
     state: Mutex<State>,
-    /// Completed when the export is revoked and no mapping is left.
+    /// Completed when all importers were notified of the revocation and no mapping is left.
     #[pin]
     idle: Completion,
     #[pin]
@@ -198,6 +200,7 @@ impl Export {
                 state <- new_mutex!(State {
                     target: Some(target),
                     revoked: false,
+                    invalidated: false,
                     registered: false,
                     mappings: 0,
                     importers: RBTree::new(),
@@ -253,20 +256,24 @@ impl Export {
         &self.buffer.provider
     }
 
-    /// Marks the export as revoked and invalidates the importers' mappings, once. When this returns, no new mapping can be
-    /// made. Most importers have ended their mappings.
+    /// Marks the export as revoked and invalidates the importers' mappings. When this returns, no new mapping can be made.
+    /// Most importers have ended their mappings.
     ///
     /// May sleep. Takes the reservation lock.
     fn invalidate(&self) {
-        self.link
-            .invalidate(|| !core::mem::replace(&mut self.state.lock().revoked, true));
+        self.link.invalidate(|| self.state.lock().revoked = true);
+        let mut state = self.state.lock();
+        state.invalidated = true;
+        if state.mappings == 0 {
+            self.idle.complete();
+        }
     }
 
-    /// Returns whether no mapping is left. If so, drops the reference to the provider's memory. Call this after
-    /// [`Self::invalidate`].
+    /// Returns whether the invalidation has ended and no mapping is left. If so, drops the reference to the provider's
+    /// memory.
     fn is_idle(&self) -> bool {
         let mut state = self.state.lock();
-        if state.mappings > 0 {
+        if !state.invalidated || state.mappings > 0 {
             return false;
         }
         let target = state.target.take();
@@ -275,20 +282,26 @@ impl Export {
         true
     }
 
-    /// Logs the importers that still have mappings after `waited` seconds.
+    /// Logs what the removal waits for after `waited` seconds, and shows it in `status`: the importers with mappings, or if
+    /// the invalidation has not ended, all importers, because any of them may hold the reservation lock.
     fn name_holders(&self, waited: u64) {
+        let provider = &self.buffer.provider;
         let state = self.state.lock();
-        for importer in state.importers.values().filter(|i| i.mappings > 0) {
-            dev_warn!(
-                self.buffer.provider.function().device(),
-                "p2pmem: waiting for {} of {} to let go of dma-buf {} since {} s: {} mappings, {}\n",
-                importer.name,
-                importer.owner,
-                self.id,
-                waited,
-                importer.mappings,
-                importer.kind()
-            );
+        if !state.invalidated {
+            provider.waits_for(fmt!("waiting for the lock of dma-buf {} since {} s", self.id, waited));
+        }
+        for importer in state.importers.values() {
+            if !state.invalidated || importer.mappings > 0 {
+                provider.waits_for(fmt!(
+                    "waiting for {} of {} to let go of dma-buf {} since {} s: {} mappings, {}",
+                    importer.name,
+                    importer.owner,
+                    self.id,
+                    waited,
+                    importer.mappings,
+                    importer.kind()
+                ));
+            }
         }
     }
 
@@ -388,21 +401,19 @@ static OPERATIONS: Operations<Export> = Operations::new();
 impl Revocable for Export {
     /// Starts the first part of a revocation, the invalidation, on the module's workqueue.
     ///
-    /// An importer's driver may wait for its device. On the workqueue the waits for several dma-bufs overlap. If the work
-    /// item cannot be queued, invalidates synchronously.
+    /// An importer's driver may wait for its device, or hold the reservation lock. On the workqueue the waits for several
+    /// dma-bufs overlap. If the work item cannot be queued, invalidates synchronously.
     fn revoke(self: Arc<Self>) {
         if !workqueue::enqueue(self.clone()) {
             self.invalidate();
         }
     }
 
-    /// Second part of a revocation: completes the invalidation and waits until no importer can reach the memory. May
-    /// sleep.
+    /// Second part of a revocation: waits until no importer can reach the memory. May sleep.
     ///
-    /// The wait for mappings has no limit, because the memory must not be reused before they end; the log names their
-    /// holders periodically. The wait for fences ends at `deadline`.
+    /// The wait for the invalidation and for mappings has no limit, because the memory must not be reused before they end; the
+    /// log names their holders periodically. The wait for fences ends at `deadline`.
     fn await_idle(&self, deadline: &mut RevokeDeadline) {
-        self.invalidate();
         let mut wait = log::LoggedWait::new();
         while !self.is_idle() {
             if let Some(seconds) = wait.due() {
@@ -541,7 +552,7 @@ impl Exporter for Export {
         if let Some(attached) = state.importers.get_mut(&importer) {
             attached.mappings -= 1;
         }
-        if state.revoked && state.mappings == 0 {
+        if state.invalidated && state.mappings == 0 {
             this.idle.complete();
         }
     }

@@ -338,15 +338,15 @@ impl Revocable for PeerRegistration {
         let mut wait = LoggedWait::new();
         while self.place.is_mapped() {
             if let Some(seconds) = wait.due() {
-                dev_warn!(
-                    self.buffer().provider.function().device(),
-                    "p2pmem: waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s\n",
+                let adapter = self.state.lock().adapter;
+                self.buffer().provider.waits_for(fmt!(
+                    "waiting for {} to end its registration of {:#x} bytes at {:#x} with {} since {} s",
                     self.owner,
                     self.asked.size,
                     self.asked.address,
-                    self.state.lock().adapter,
+                    adapter,
                     seconds
-                );
+                ));
             }
             self.idle.wait(1_000);
         }

@@ -115,24 +115,6 @@ void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *s
 }
 
 /*
- * Returns the number of entries of a DMA mapping, and writes the first @count ones. @ranges may be NULL if @count is 0. The
- * table must stay mapped during the call.
- */
-u32 p2pmem_sgt_ranges(struct sg_table *sgt, struct p2pmem_dma_range *ranges, u32 count)
-{
-	struct scatterlist *sg;
-	unsigned int i;
-
-	for_each_sgtable_dma_sg(sgt, sg, i) {
-		if (i >= count)
-			break;
-		ranges[i].address = sg_dma_address(sg);
-		ranges[i].size = sg_dma_len(sg);
-	}
-	return sgt->nents;
-}
-
-/*
  * Returns whether the end of a DMA mapping at @address also ends the device's access: an IOMMU translates the address, and
  * invalidates the translation when the mapping ends, not later. Bus addresses of peers are not translated even if the
  * device is behind an IOMMU; the IOMMU's addresses never equal them, because the kernel excludes the windows of host

@@ -69,7 +69,6 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
 				    void *keep);
 void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
-u32 p2pmem_sgt_ranges(struct sg_table *sgt, struct p2pmem_dma_range *ranges, u32 count);
 bool p2pmem_dma_is_translated(struct device *dev, u64 address);
 bool p2pmem_dma_is_bounced(struct device *dev, u64 address);
 void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);

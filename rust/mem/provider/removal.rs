@@ -19,6 +19,7 @@ use crate::{
     }, //
 };
 use kernel::{
+    fmt,
     prelude::*,
     sync::{atomic::Relaxed, Arc},
 };
@@ -76,6 +77,13 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Sets the text that says what the removal waits for.
     pub(crate) fn set_progress(&self, text: Text) {
         *self.progress.lock() = text;
+    }
+
+    /// Logs what the removal waits for, and sets the text.
+    pub(crate) fn waits_for(&self, what: fmt::Arguments<'_>) {
+        let text = Text::new(what);
+        dev_warn!(self.function().device(), "p2pmem: {}\n", text.as_str());
+        self.set_progress(text);
     }
 
     /// Returns what the removal waits for, for `status` in configfs; empty if the provider is not being removed.
