@@ -46,6 +46,8 @@ help: ## print this list
 	@echo '  KDIR=<folder>         build the module on this machine, against a kernel build folder with Rust metadata'
 	@echo '  KREL=<release>        build the module on this machine, for an installed kernel; creates missing metadata'
 	@echo '  PEER_SYMVERS=<file>   Module.symvers of an RDMA core with the peer-memory interface, or none'
+	@echo '  P2PMEM_PEER=n         build the module without the peer-memory client'
+	@echo '  P2PMEM_ATTACH=n       build the module without attachments of functions to dma-bufs'
 	@echo '  OUT=<folder>          output folder of rust-metadata for KREL'
 	@echo '  JOBS=<n> V=1          number of jobs; print whole commands of the module build'
 	@echo '  P2PMEM_CACHE=<folder> folder of the caches       (default: $${XDG_CACHE_HOME:-~/.cache}/p2pmem)'

@@ -15,6 +15,7 @@ pub(crate) mod completion;
 pub(crate) mod configfs;
 pub(crate) mod cred;
 pub(crate) mod device_name;
+#[cfg(p2pmem_attach)]
 pub(crate) mod dma_attachment;
 pub(crate) mod dma_buf;
 pub(crate) mod dma_device;

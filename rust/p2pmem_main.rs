@@ -11,6 +11,9 @@
 //!
 //! Context: process context, may sleep, no locks held.
 
+// What only a part needs stays in builds without this part. A build with all parts reports dead code.
+#![cfg_attr(not(all(p2pmem_peer, p2pmem_attach)), allow(dead_code))]
+
 use crate::{
     admin::{
         debugfs,

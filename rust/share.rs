@@ -4,6 +4,7 @@
 //! dma-bufs.
 
 mod access;
+#[cfg(p2pmem_attach)]
 pub(crate) mod attachment;
 pub(crate) mod dmabuf;
 pub(crate) mod export_count;

@@ -15,7 +15,6 @@ use crate::{
     ext::abi,
     mem::buffer::State,
     share::{
-        attachment,
         dmabuf,
         peer_client, //
     }, //
@@ -65,7 +64,7 @@ pub(crate) fn files(orchestrator: Arc<Orchestrator>) -> impl PinInit<Files, Erro
             providers <- dir.clone().read_callback_file(c"providers", Ok::<_, Error>(a), &providers),
             buffers <- dir.clone().read_callback_file(c"buffers", Ok::<_, Error>(b), &buffers),
             dmabufs <- dir.clone().read_callback_file(c"dmabufs", Ok::<_, Error>(c), &dmabuf::describe_all),
-            attachments <- dir.clone().read_callback_file(c"attachments", Ok::<_, Error>(h), &attachment::describe_all),
+            attachments <- dir.clone().read_callback_file(c"attachments", Ok::<_, Error>(h), &attachments),
             registrations <- dir.clone().read_callback_file(c"registrations", Ok::<_, Error>(e), &registrations),
             peer_memory <- dir.clone().read_callback_file(c"peer_memory", Ok::<_, Error>(g), &peer_memory),
             stats <- dir.clone().read_callback_file(c"stats", Ok::<_, Error>(d), &stats),
@@ -120,6 +119,17 @@ fn buffers(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt:
                 buffer.owner
             ));
             result = result.and(line);
+        });
+    }
+    result
+}
+
+/// `attachments`: each attachment of a function to a dma-buf, with its ranges.
+fn attachments(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    let mut result = Ok(());
+    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
+        provider.for_each_attachment(|attachment| {
+            result = result.and_then(|()| attachment.describe(f));
         });
     }
     result

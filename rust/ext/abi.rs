@@ -93,8 +93,8 @@ pub(crate) mod consts {
         | sys::P2PMEM_FEATURE_PAGELESS
         | sys::P2PMEM_FEATURE_RULES
         | sys::P2PMEM_FEATURE_IMPORT
-        | sys::P2PMEM_FEATURE_STRIPE
-        | sys::P2PMEM_FEATURE_ATTACH) as u64;
+        | sys::P2PMEM_FEATURE_STRIPE) as u64;
+    pub(crate) const FEATURE_ATTACH: u64 = sys::P2PMEM_FEATURE_ATTACH as u64;
     /// Returns `P2PMEM_FEATURE_PEER_MEMORY` if `open` is true: the peer-memory client is registered. Otherwise 0.
     pub(crate) fn feature_peer_memory(open: bool) -> u64 {
         if open {

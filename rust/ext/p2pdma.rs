@@ -242,7 +242,6 @@ impl PoolChunk {
     ///
     /// With the references held, a page never becomes free in the core when its users drop their references. Mapping a page
     /// includes this for the pages around it.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         let (kaddr, pages) = self.part(offset, size);
         // SAFETY: By the type invariant this object owns the pages; `part()` keeps the range within the chunk.
@@ -378,7 +377,6 @@ impl Backing {
     }
 
     /// Takes p2pmem's references to all pages of a buffer; see [`PoolChunk::hold`]. Does nothing without pages.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&self, offset: u64, size: u64) {
         if let Self::Pages(chunk) = self {
             chunk.hold(offset, size);
@@ -457,7 +455,6 @@ impl Target {
     }
 
     /// Returns whether the memory has pages.
-    #[cfg(p2pmem_peer)]
     pub(super) fn has_pages(&self) -> bool {
         matches!(*self.backing, Backing::Pages(_))
     }

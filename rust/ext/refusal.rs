@@ -92,7 +92,6 @@ impl Refusal {
     }
 
     /// Returns a copy. Without memory for the message, the copy has none.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn again(&self) -> Self {
         Self {
             error: self.error,

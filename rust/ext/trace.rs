@@ -109,7 +109,6 @@ pub(crate) enum RegistrationMethod {
     /// As an attachment to a dma-buf.
     DmaBuf,
     /// Through the peer-memory interface.
-    #[cfg_attr(not(p2pmem_peer), allow(dead_code))]
     PeerMemory,
 }
 

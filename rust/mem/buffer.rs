@@ -394,7 +394,6 @@ impl Buffer {
     }
 
     /// Adds a registration; the key of `node` is the registration's number. Errors: `ENODEV` if the buffer is not Live.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn add_registration(&self, node: RBTreeNode<u64, Arc<dyn Revocable>>) -> Result {
         let mut inner = self.inner.lock();
         if !inner.life.add(Hold::Registration) {
@@ -407,7 +406,6 @@ impl Buffer {
     }
 
     /// Removes the registration `id`, which has ended.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn end_registration(&self, id: u64) {
         let ended = self.inner.lock().registrations.remove(&id);
         drop(ended);
@@ -423,7 +421,6 @@ impl Buffer {
     /// Takes p2pmem's own references on the pages of a Live buffer, so that the RDMA core may refer to them.
     ///
     /// Errors: `ENODEV` if the buffer is not Live, `EINTR` if the task was killed.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn hold_pages(&self) -> Result {
         self.usable()?.memory.as_mut().ok_or(ENODEV)?.hold();
         Ok(())

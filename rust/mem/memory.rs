@@ -133,7 +133,6 @@ impl Memory {
     }
 
     /// Takes p2pmem's references to all pages.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn hold(&mut self) {
         self.pages_held = true;
         let (backing, start) = self.backing_and_offset();

@@ -613,7 +613,6 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Returns whether the removal has not begun.
-    #[cfg(p2pmem_peer)]
     pub(crate) fn is_live(&self) -> bool {
         self.inner.lock().source.is_some()
     }

@@ -14,7 +14,6 @@
 //! C header: [`include/linux/dma-buf.h`](srctree/include/linux/dma-buf.h), wrapped by [`crate::ext::dma_attachment`].
 
 use crate::{
-    alloc::orchestrator::Orchestrator,
     ext::{
         abi::{
             self,
@@ -525,15 +524,4 @@ fn permit(provider: &Provider) -> Answer {
 
 fn removed(provider: &Provider) -> Refusal {
     refuse!(ENODEV, "provider {} is being removed", provider.addr)
-}
-
-/// Writes all attachments, for debugfs.
-pub(crate) fn describe_all(orchestrator: &Arc<Orchestrator>, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-    let mut result = Ok(());
-    for provider in &orchestrator.providers().map_err(|_| fmt::Error)? {
-        provider.for_each_attachment(|attachment| {
-            result = result.and_then(|()| attachment.describe(f));
-        });
-    }
-    result
 }

@@ -14,7 +14,6 @@ use crate::ext::{
     },
     log, //
 };
-use crate::share::attachment::Watcher;
 use core::mem::size_of;
 use kernel::{
     new_condvar, new_mutex,
@@ -71,12 +70,6 @@ impl Events {
         if let Some(polled) = self.polled.as_ref() {
             polled.notify_all();
         }
-    }
-}
-
-impl Watcher for Events {
-    fn attachment_event(&self, kind: u32, provider: u32, handle: u32) {
-        self.push(kind, provider, handle);
     }
 }
 

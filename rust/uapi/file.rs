@@ -33,17 +33,11 @@ use crate::{
         Buffer,
         Holder, //
     },
-    share::{
-        attachment::{
-            Attachment,
-            End, //
-        },
-        export_count::ExportCount, //
-    },
+    share::export_count::ExportCount,
     uapi::{
+        attachments::Attachments,
         events::Events,
         handles::{
-            AttachmentSlot,
             Handles,
             Slot, //
         }, //
@@ -71,6 +65,8 @@ pub(crate) struct File {
     pub(super) orchestrator: Arc<Orchestrator>,
     #[pin]
     pub(super) handles: Mutex<Handles>,
+    #[pin]
+    pub(super) attachments: Attachments,
     /// The dma-bufs that this file has exported, against its limit.
     pub(super) exports: ExportCount,
     /// The file's own rules.
@@ -93,6 +89,7 @@ impl File {
                 id: for_file.file_id(),
                 orchestrator: for_file,
                 handles <- new_mutex!(Handles::new()),
+                attachments <- Attachments::new(),
                 exports,
                 rules <- new_mutex!(None),
                 last <- new_mutex!(LastDecision {
@@ -141,54 +138,6 @@ impl File {
         match holder {
             Some(_) => Ok(()),
             None => Err(refuse!(ENOENT, "there is no handle {} on this file", handle)),
-        }
-    }
-
-    // Attachments
-
-    /// Calls `attach` with a new handle, and gives the attachment the handle. Returns both. Errors: `ENOMEM`, `EMFILE` (the
-    /// file's limit), those of `attach`.
-    pub(super) fn insert_attachment(
-        &self,
-        attach: impl FnOnce(u32) -> Answer<Arc<Attachment>>,
-    ) -> Answer<(u32, Arc<Attachment>)> {
-        let slot = AttachmentSlot::new()?;
-        let handle = self.handles.lock().reserve()?;
-        match attach(handle) {
-            Ok(attachment) => {
-                self.handles.lock().insert_attachment(handle, attachment.clone(), slot);
-                Ok((handle, attachment))
-            }
-            Err(refusal) => {
-                self.handles.lock().cancel();
-                Err(refusal)
-            }
-        }
-    }
-
-    /// Returns the attachment of a handle. Errors: `ENOENT`.
-    pub(super) fn attachment(&self, handle: u32) -> Answer<Arc<Attachment>> {
-        let found = self.handles.lock().attachment(handle);
-        found.ok_or_else(|| refuse!(ENOENT, "there is no attachment {} on this file", handle))
-    }
-
-    /// Closes the handle of an attachment: the function does not use the addresses any more. Errors: `ENOENT`.
-    pub(super) fn detach(&self, handle: u32) -> Answer {
-        let attachment = self.handles.lock().remove_attachment(handle);
-        let attachment = attachment.ok_or_else(|| refuse!(ENOENT, "there is no attachment {} on this file", handle))?;
-        // The lock is released: the end calls the exporter.
-        attachment.end(End::Detached);
-        Ok(())
-    }
-
-    /// Ends all attachments, because the file is closed.
-    pub(super) fn end_attachments(&self) {
-        loop {
-            let first = self.handles.lock().take_attachment();
-            match first {
-                Some(attachment) => attachment.end(End::Closed),
-                None => return,
-            }
         }
     }
 

@@ -49,7 +49,7 @@ impl chrdev::Operations for File {
 
     fn close(this: Arc<Self>) {
         this.orchestrator.remove_file(this.id);
-        this.end_attachments();
+        this.attachments.end();
     }
 
     fn ioctl(this: ArcBorrow<'_, Self>, cmd: u32, arg: UserPtr) -> Result {

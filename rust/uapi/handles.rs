@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The handles of an open file: of buffers, found by number and by mmap offset, and of attachments.
+//! The handles of an open file: of buffers, found by number and by mmap offset; and the numbers of all handles.
 //!
 //! A buffer may have several handles on one file, as every import of its dma-buf makes one. Each handle is a holder of the buffer.
 //! Handles of buffers and of attachments are numbered together.
@@ -15,8 +15,7 @@ use crate::{
     mem::buffer::{
         Buffer,
         Holder, //
-    },
-    share::attachment::Attachment, //
+    }, //
 };
 use kernel::{
     prelude::*,
@@ -33,8 +32,6 @@ pub(crate) struct Handles {
     by_handle: RBTree<u32, Holder>,
     /// A buffer's mmap offset in pages, and a handle of the buffer.
     by_page: RBTree<(u64, u32), ()>,
-    /// The attachments, by [`spread`] handles.
-    attachments: RBTree<u32, Arc<Attachment>>,
     next: u32,
     /// Number of handles, with those that are reserved.
     count: u32,
@@ -62,23 +59,12 @@ impl Slot {
     }
 }
 
-/// The memory for the handle of one more attachment.
-pub(super) struct AttachmentSlot(RBTreeNodeReservation<u32, Arc<Attachment>>);
-
-impl AttachmentSlot {
-    /// Allocates the memory. Errors: `ENOMEM`.
-    pub(super) fn new() -> Result<Self> {
-        Ok(Self(RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?))
-    }
-}
-
 impl Handles {
     /// Returns an empty table.
     pub(crate) fn new() -> Self {
         Self {
             by_handle: RBTree::new(),
             by_page: RBTree::new(),
-            attachments: RBTree::new(),
             next: 1,
             count: 0,
         }
@@ -101,8 +87,7 @@ impl Handles {
         Ok(handle)
     }
 
-    /// Reserves a handle for an attachment and returns its number. [`Self::insert_attachment`] or [`Self::cancel`] follows.
-    /// Errors: as for [`Self::number`].
+    /// Reserves a handle for an attachment and returns its number, until [`Self::cancel`]. Errors: as for [`Self::number`].
     pub(super) fn reserve(&mut self) -> Answer<u32> {
         let handle = self.number()?;
         self.count += 1;
@@ -112,30 +97,6 @@ impl Handles {
     /// Gives up a reserved handle. Its number is not used again.
     pub(super) fn cancel(&mut self) {
         self.count -= 1;
-    }
-
-    /// Inserts an attachment under a reserved number.
-    pub(super) fn insert_attachment(&mut self, handle: u32, attachment: Arc<Attachment>, slot: AttachmentSlot) {
-        self.attachments.insert(slot.0.into_node(spread(handle), attachment));
-    }
-
-    /// Returns the attachment of a handle.
-    pub(super) fn attachment(&self, handle: u32) -> Option<Arc<Attachment>> {
-        self.attachments.get(&spread(handle)).cloned()
-    }
-
-    /// Removes the handle of an attachment. The caller ends the attachment without locks held.
-    pub(super) fn remove_attachment(&mut self, handle: u32) -> Option<Arc<Attachment>> {
-        let attachment = self.attachments.remove(&spread(handle))?;
-        self.count -= 1;
-        Some(attachment)
-    }
-
-    /// Removes the handle of any attachment, as [`Self::remove_attachment`].
-    pub(super) fn take_attachment(&mut self) -> Option<Arc<Attachment>> {
-        let key = *self.attachments.cursor_front()?.current().0;
-        self.count -= 1;
-        self.attachments.remove(&key)
     }
 
     /// Inserts a buffer under a number that [`Self::number`] returned.

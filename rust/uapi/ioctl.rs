@@ -28,7 +28,6 @@ use crate::{
     mem::buffer::Buffer,
     policy::ranges::Range,
     share::{
-        attachment::Attachment,
         dmabuf::Export,
         peer_client,
         range_list, //
@@ -41,6 +40,7 @@ use crate::{
             Argument,
             ArrayWriter, //
         },
+        attachments::Attachments,
         file::File,
         file_rules,
         request::{
@@ -153,38 +153,12 @@ impl File {
                 }
                 ("EXPORT_DMABUF", answer)
             }
-            calls::ATTACH_DMABUF => {
-                let mut made = None;
-                let answer = arg.exchange(
-                    offset_of!(abi::Attach, size),
-                    |a: &mut abi::Attach| {
-                        let attachment = self.attach(a)?;
-                        made = Some(a.handle);
-                        write_ranges(&attachment, (a.ranges, &mut a.nr_ranges, a.range_size))
-                    },
-                    true,
-                );
-                if let (Err(_), Some(handle)) = (&answer, made) {
-                    // The caller does not learn the handle, so the function does not use the addresses.
-                    let _ = self.detach(handle);
-                }
-                ("ATTACH_DMABUF", answer)
-            }
-            calls::DETACH_DMABUF => (
-                "DETACH_DMABUF",
-                arg.exchange(
-                    offset_of!(abi::Detach, flags),
-                    |a: &mut abi::Detach| {
-                        no_flags(a.flags, 0)?;
-                        self.detach(a.handle)
-                    },
-                    false,
-                ),
+            calls::ATTACH_DMABUF => (
+                "ATTACH_DMABUF",
+                self.attachments.attach_ioctl(&self.handles, &self.events, arg),
             ),
-            calls::ATTACHMENT => (
-                "ATTACHMENT",
-                arg.exchange(offset_of!(abi::Attachment, size), |a| self.attachment_ioctl(a), true),
-            ),
+            calls::DETACH_DMABUF => ("DETACH_DMABUF", self.attachments.detach_ioctl(&self.handles, arg)),
+            calls::ATTACHMENT => ("ATTACHMENT", self.attachments.describe_ioctl(arg)),
             _ => return Err(ENOTTY),
         };
         answer.map_err(|refusal| {
@@ -223,7 +197,7 @@ impl File {
             abi_version: consts::ABI_VERSION,
             abi_compatible: consts::ABI_COMPATIBLE,
             page_size: PAGE_SIZE as u32,
-            features: consts::FEATURES | consts::feature_peer_memory(peer_client::is_open()),
+            features: consts::FEATURES | Attachments::FEATURE | consts::feature_peer_memory(peer_client::is_open()),
             providers: providers.len() as u32,
             generation: self.orchestrator.generation(),
             ..Default::default()
@@ -442,37 +416,6 @@ impl File {
         })
     }
 
-    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle.
-    fn attach(&self, arg: &mut abi::Attach) -> Answer<Arc<Attachment>> {
-        no_flags(arg.flags, consts::ATTACH_QUIESCED)?;
-        no_reserved(arg.reserved)?;
-        // Checks the array before anything is done.
-        ArrayWriter::new(arg.ranges, arg.nr_ranges, arg.range_size)?;
-        let provider = self
-            .orchestrator
-            .provider(arg.provider)
-            .ok_or_else(|| refuse!(ENOENT, "there is no provider {}", arg.provider))?;
-        let quiesced = arg.flags & consts::ATTACH_QUIESCED != 0;
-        let (handle, attachment) =
-            self.insert_attachment(|handle| Attachment::new(&provider, arg.fd, handle, quiesced, self.events.clone()))?;
-        arg.handle = handle;
-        arg.size = attachment.size;
-        arg.info = attachment.status().1;
-        Ok(attachment)
-    }
-
-    /// Describes an attachment.
-    fn attachment_ioctl(&self, arg: &mut abi::Attachment) -> Answer {
-        no_flags(arg.flags, 0)?;
-        no_reserved(arg.reserved)?;
-        let attachment = self.attachment(arg.handle)?;
-        write_ranges(&attachment, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
-        arg.provider = attachment.provider();
-        arg.size = attachment.size;
-        (arg.state, arg.info) = attachment.status();
-        Ok(())
-    }
-
     /// Returns the one buffer that the calling process has mapped at all these address ranges, and the mapped ranges of it.
     ///
     /// Errors: `ENOENT` (no buffer at an address), `EACCES` (a read-only mapping), `EXDEV` (several buffers), `EINVAL` (no range).
@@ -588,21 +531,6 @@ impl File {
         };
         self.orchestrator.stats(id, stats)
     }
-}
-
-/// Writes the ranges of an attachment to an array: address, number of elements, and their size. The number becomes that of
-/// all ranges.
-fn write_ranges(attachment: &Attachment, (at, count, size): (u64, &mut u32, u32)) -> Answer {
-    let mut out = ArrayWriter::new(at, *count, size)?;
-    let (ranges, all) = attachment.ranges(*count as usize)?;
-    for range in &ranges {
-        out.write(&abi::DmaRange {
-            address: range.offset,
-            size: range.size,
-        })?;
-    }
-    *count = all as u32;
-    Ok(())
 }
 
 /// A dma-buf and the file descriptor reserved for it.
