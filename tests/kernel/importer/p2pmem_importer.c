@@ -14,10 +14,13 @@
  *   fence | signal                           add a fence to the dma-buf, as for DMA in progress, and signal it
  *   invalidate FD                            invalidate all importers' mappings, as an exporter does that is called to
  *                                            reclaim memory
+ *   lock FD | unlock                         lock the reservation of a dma-buf until another importer says "unlock", or a
+ *                                            fatal signal arrives
  *
  * A read returns the state, as lines of a word and numbers. Closing the file detaches the importer.
  */
 
+#include <linux/completion.h>
 #include <linux/dma-buf.h>
 #include <linux/dma-fence.h>
 #include <linux/dma-resv.h>
@@ -40,6 +43,10 @@ MODULE_IMPORT_NS("DMA_BUF");
 #define MOST_ENTRIES	4096
 
 static struct miscdevice importer_device;
+
+/* Ends the command "lock", and whether this command has a reservation locked. */
+static DECLARE_COMPLETION(unlocked);
+static bool locked;
 
 struct importer {
 	/* Serialises commands. Taken before the reservation's lock. */
@@ -222,15 +229,35 @@ static void detach(struct importer *im)
 	im->pdev = NULL;
 }
 
-static int invalidate_in_reclaim(char *words)
+static struct dma_buf *named(char *words)
 {
-	struct dma_buf *dma_buf;
 	int fd, ret;
 
 	ret = kstrtoint(words ?: "", 10, &fd);
-	if (ret)
-		return ret;
-	dma_buf = dma_buf_get(fd);
+	return ret ? ERR_PTR(ret) : dma_buf_get(fd);
+}
+
+static int lock(char *words)
+{
+	struct dma_buf *dma_buf = named(words);
+	int ret;
+
+	if (IS_ERR(dma_buf))
+		return PTR_ERR(dma_buf);
+	reinit_completion(&unlocked);
+	dma_resv_lock(dma_buf->resv, NULL);
+	WRITE_ONCE(locked, true);
+	ret = wait_for_completion_killable(&unlocked);
+	WRITE_ONCE(locked, false);
+	dma_resv_unlock(dma_buf->resv);
+	dma_buf_put(dma_buf);
+	return ret;
+}
+
+static int invalidate_in_reclaim(char *words)
+{
+	struct dma_buf *dma_buf = named(words);
+
 	if (IS_ERR(dma_buf))
 		return PTR_ERR(dma_buf);
 	dma_resv_lock(dma_buf->resv, NULL);
@@ -252,6 +279,12 @@ static int command(struct importer *im, char *words)
 		return attach(im, words);
 	if (!strcmp(word, "invalidate"))
 		return invalidate_in_reclaim(words);
+	if (!strcmp(word, "lock"))
+		return lock(words);
+	if (!strcmp(word, "unlock")) {
+		complete(&unlocked);
+		return 0;
+	}
 	if (!im->dma_buf)
 		return -ENOTCONN;
 	if (!strcmp(word, "detach")) {
@@ -309,8 +342,8 @@ static ssize_t importer_read(struct file *file, char __user *to, size_t len, lof
 	mutex_lock(&im->lock);
 	if (im->dma_buf)
 		dma_resv_lock(im->dma_buf->resv, NULL);
-	done += scnprintf(text + done, room - done, "attached %d\nmapped %d\npins %u\ninvalidated %u\n", !!im->attachment,
-			  !!im->table, im->pins, im->invalidated);
+	done += scnprintf(text + done, room - done, "attached %d\nmapped %d\npins %u\ninvalidated %u\nlocked %d\n",
+			  !!im->attachment, !!im->table, im->pins, im->invalidated, READ_ONCE(locked));
 	if (im->table) {
 		done += scnprintf(text + done, room - done, "orig_nents %u\nnents %u\n", im->table->orig_nents,
 				  im->table->nents);

@@ -5,7 +5,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, bail, ensure};
 use p2pmem_sys as abi;
 
+use super::attach::{PAGE, attach, detach};
 use super::busy::{Busy, at_once, contended};
 use super::dmabuf::{GOOD, Importer, export, exported_buffer, listing};
 use super::life::{BOUND, Part, ready, timed_unbind};
@@ -43,6 +44,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: hold_killed,
+    },
+    Case {
+        name: "unbind-locked",
+        about: "unbinding waits while others have a dma-buf locked, and the log and the status say so",
+        topology: "small",
+        ruins: false,
+        run: locked,
     },
     Case {
         name: "dmabuf-fence",
@@ -335,6 +343,61 @@ fn hold_killed(bed: &mut Bed) -> Result<()> {
     })?;
     in_time!(took < scaled(BOUND), "unbinding took {took:?}");
     bed.publish("accel0")
+}
+
+fn locked(bed: &mut Bed) -> Result<()> {
+    let me = format!("pid {} (", std::process::id());
+    let status = bed.provider_dir("accel0")?.join("status");
+    let other = Importer::new()?;
+    // Memory of the provider, and memory that its function is attached to.
+    for (is_exported, logged, shown) in [
+        (true, "waiting for the lock of dma-buf", "to let go of dma-buf"),
+        (false, "the dma-buf is locked", "to end attachment"),
+    ] {
+        let file = open()?;
+        let fd = file.as_fd();
+        let (_, exported) = exported_buffer(fd, MIB, 0)?;
+        let importer = Importer::mapped(bed, &exported, "nvme0", GOOD)?;
+        let host = sys::host_dma_buf(PAGE)?;
+        let accel = bed.provider("accel0")?.id;
+        let attached = attach(fd, accel, &host, 0).map_err(errno)?;
+        let dma_buf = if is_exported { &exported } else { &host };
+        let locker = Importer::new()?;
+        let mut log = Log::new()?;
+        thread::scope(|scope| -> Result<()> {
+            let locking = scope.spawn(|| locker.say(&format!("lock {}", dma_buf.as_raw_fd())));
+            let is_locked = super::inflight::until("the dma-buf is locked", || Ok(other.state()?.get("locked") == 1));
+            let unbound = is_locked.and_then(|()| {
+                unbind_during(bed, |done| {
+                    let checked = log.wait(&[logged]).and_then(|_| {
+                        let said = read(&status)?;
+                        ensure!(
+                            said.starts_with("being removed: waiting for")
+                                && said.contains(shown)
+                                && said.contains(&me),
+                            "{said}"
+                        );
+                        // Reading the listings waits for nobody.
+                        ensure!(listing()?.contains(", exported by") && super::attach::listing().is_ok());
+                        ensure!(!done.load(Ordering::SeqCst), "unbinding ended with the dma-buf locked");
+                        Ok(())
+                    });
+                    other.say("unlock").map_err(errno)?;
+                    checked
+                })
+            });
+            // Again, for a test that failed before it unbound: the thread ends only after this.
+            other.say("unlock").map_err(errno)?;
+            let answer = locking.join().map_err(|_| anyhow::anyhow!("a thread panicked"))?;
+            unbound?;
+            answer.map_err(errno)
+        })?;
+        ensure!(importer.state()?.get("mapped") == 0);
+        super::attach::none_attached()?;
+        bed.publish("accel0")?;
+        detach(fd, attached.answer.handle).map_err(errno)?;
+    }
+    Ok(())
 }
 
 fn fences(bed: &mut Bed) -> Result<()> {
