@@ -381,9 +381,12 @@ fn wait_pinned(provider: &Provider) -> MemoryList {
     loop {
         let mut still = MemoryList::EMPTY;
         let mut pages = 0;
-        while let Some(memory) = busy.pop() {
+        while let Some(mut memory) = busy.pop() {
             match memory.busy() {
-                0 => idle.push(memory),
+                0 => {
+                    provider.forget_owner(&mut memory);
+                    idle.push(memory);
+                }
                 n => {
                     pages += n;
                     still.push(memory);

@@ -10,7 +10,7 @@
 //!
 //! Context: process context, may sleep. configfs holds `configfs_buffer::mutex` and, for reading,
 //! `configfs_fragment::frag_sem` during `show` and `store`, and the parent's inode lock during `mkdir` and `rmdir`;
-//! `RuleDir::settings`, a mutex, is taken inside, and `alloc::rules::Rules::state` inside that.
+//! `RuleDir::settings`, a mutex, is taken inside, and the locks of `alloc::rules::Rules` inside that.
 
 use crate::{
     admin::providers::{
@@ -149,7 +149,7 @@ impl RuleDir {
             let mut rule = settings.rule;
             set(&mut rule)?;
             if settings.enabled.is_some() {
-                settings.enabled = Some(Orchestrator::get()?.rules().put(&rule, settings.enabled)?);
+                settings.enabled = Some(put(&rule, settings.enabled)?);
             }
             settings.rule = rule;
             Ok(())
@@ -157,11 +157,17 @@ impl RuleDir {
     }
 }
 
+/// Puts `rule` into force, instead of rule `old`. Returns the id of the new rule.
+fn put(rule: &Rule, old: Option<u64>) -> Answer<u64> {
+    let orchestrator = Orchestrator::get()?;
+    orchestrator.rules().put(rule, old, || orchestrator.providers())
+}
+
 impl Settings {
     /// Puts the rule into force. Does nothing if it is in force.
     fn enable(&mut self) -> Answer {
         if self.enabled.is_none() {
-            self.enabled = Some(Orchestrator::get()?.rules().put(&self.rule, None)?);
+            self.enabled = Some(put(&self.rule, None)?);
         }
         Ok(())
     }
@@ -171,7 +177,7 @@ impl Settings {
         if let (Some(id), Ok(orchestrator)) = (self.enabled, Orchestrator::get()) {
             orchestrator
                 .rules()
-                .remove(id)
+                .remove(id, || orchestrator.providers())
                 .map_err(|refusal| refuse!(refusal.error, "out of memory: the rule stays in force"))?;
         }
         self.enabled = None;

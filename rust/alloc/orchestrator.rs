@@ -277,6 +277,8 @@ impl Orchestrator {
     ///
     /// Errors: `EBUSY` if the system is about to sleep, `EEXIST` if the function is a provider already, `ENOMEM`.
     pub(crate) fn add(&self, provider: &Arc<Provider>) -> Answer {
+        // A change of rules counts the buffers of all providers.
+        let changes = self.rules.hold_changes();
         let mut registry = self.registry.lock();
         if registry.asleep {
             return Err(refuse!(EBUSY, "the machine is about to sleep"));
@@ -293,6 +295,7 @@ impl Orchestrator {
         // Cannot fail: the capacity was reserved above.
         let _ = registry.providers.insert_within_capacity(at, provider.clone());
         drop(registry);
+        drop(changes);
         self.forget_snapshots();
         self.notify(consts::EVENT_PROVIDER_ADDED, provider.id);
         Ok(())

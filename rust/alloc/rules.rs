@@ -3,15 +3,16 @@
 //! The administrator's rules in force, and the bytes that users, groups and files hold under them.
 //!
 //! [`crate::policy::rule`] says what rules mean and [`crate::policy::quota`] how bytes are counted; both are pure. This
-//! file keeps the list of rules and the byte counts. [`check`] applies them to a request of a caller, and makes a
-//! [`Charge`](crate::mem::traits::Charge) for each buffer, whose drop gives the bytes back.
+//! file keeps the list of rules and the byte counts. [`check`] applies them to a request of a caller, and charges the buffer.
 //!
-//! When the rules change, all live buffers are charged again, under the new rules. No buffer loses its memory by that:
-//! lowering a quota below current use revokes nothing, and new allocations fail with `EDQUOT`. While no rule depends on byte
-//! counts, nothing is counted.
+//! The providers know all charged buffers, and rules and a buffer determine the keys that the buffer is charged to. So when the
+//! rules change, all charged buffers are counted again, under the new rules. No buffer loses its memory by that: lowering a
+//! quota below current use revokes nothing, and new allocations fail with `EDQUOT`. While no rule depends on byte counts,
+//! nothing is counted, and buffers begin and end without `Rules::state`.
 //!
-//! Context: process context, may sleep. `Rules::state` is a mutex, for which every allocation waits; no lock of p2pmem is taken
-//! while it is held. Only changes of rules allocate memory with it held.
+//! Context: process context, may sleep. `Rules::changes` and `Rules::state` are mutexes. Allocations wait for `state` alone; only
+//! the books of a provider are locked while it is held, and no memory is allocated. Changes of rules hold `changes`, under which
+//! they list the providers and allocate.
 
 use crate::{
     ext::{
@@ -23,8 +24,11 @@ use crate::{
         }, //
     },
     mem::{
-        buffer::Provider,
-        traits::Ledger, //
+        buffer::{
+            Buffer,
+            Provider, //
+        },
+        provider::Ledger, //
     },
     policy::{
         quota::{
@@ -34,7 +38,6 @@ use crate::{
             ChargeKey,
             ChargeSet,
             ChargeTarget,
-            Charged,
             Requester, //
         },
         rule::{
@@ -56,8 +59,8 @@ use kernel::{
     prelude::*,
     rbtree::{RBTree, RBTreeNodeReservation},
     sync::{
-        atomic::{AtomicFlag, Relaxed},
-        Arc, Mutex,
+        atomic::{Atomic, Relaxed},
+        Arc, Mutex, MutexGuard,
     },
 };
 
@@ -77,9 +80,9 @@ pub(crate) struct RuleSet {
 impl RuleSet {
     /// Creates a file's own rule set, whose byte counts are those of `ledger`. `rules` are in the order of evaluation. Errors:
     /// `ENOMEM`.
-    pub(crate) fn of_file(rules: KVec<Rule>, ledger: &Arc<Rules>) -> Result<Arc<Self>> {
+    pub(crate) fn of_file(rules: KVec<Rule>, ledger: &Arc<Rules>, providers: impl ProviderList) -> Result<Arc<Self>> {
         let counting = match rules.iter().any(Rule::counts) {
-            true => Some(ledger.count()?),
+            true => Some(ledger.count_bytes(providers)?),
             false => None,
         };
         Self::new(rules, counting)
@@ -108,55 +111,46 @@ impl RuleSet {
 }
 
 /// Bytes by [`ChargeKey`]. A key without bytes has no entry.
-struct ByteCounts(RBTree<ChargeKey, u64>);
+struct ByteCounts {
+    bytes: RBTree<ChargeKey, u64>,
+    /// Memory for new keys.
+    spare: KVec<RBTreeNodeReservation<ChargeKey, u64>>,
+}
 
 impl ByteCounts {
-    /// Sets the bytes of a key. A new key gets the memory that `new` returns. Errors: those of `new`.
-    fn put<E>(
-        &mut self,
-        key: ChargeKey,
-        bytes: u64,
-        new: impl FnOnce() -> core::result::Result<RBTreeNodeReservation<ChargeKey, u64>, E>,
-    ) -> core::result::Result<(), E> {
-        if bytes == 0 {
-            self.0.remove(&key);
-        } else if let Some(used) = self.0.get_mut(&key) {
-            *used = bytes;
-        } else {
-            self.0.insert(new()?.into_node(key, bytes));
+    /// Returns counts without any key, and with the memory `spare` for new ones.
+    fn new(spare: KVec<RBTreeNodeReservation<ChargeKey, u64>>) -> Self {
+        let bytes = RBTree::new();
+        Self { bytes, spare }
+    }
+
+    /// Allocates memory for `keys` new keys. Errors: `ENOMEM`.
+    fn spare(keys: usize) -> Result<KVec<RBTreeNodeReservation<ChargeKey, u64>>> {
+        let mut spare = KVec::with_capacity(keys, GFP_KERNEL_ACCOUNT)?;
+        while spare.len() < keys {
+            spare.push(RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?, GFP_KERNEL_ACCOUNT)?;
         }
-        Ok(())
+        Ok(spare)
     }
 }
 
 impl quota::Store for ByteCounts {
-    type Error = Error;
-
-    fn used(&self, key: ChargeKey) -> u64 {
-        self.0.get(&key).copied().unwrap_or(0)
-    }
-
-    fn set(&mut self, key: ChargeKey, bytes: u64) -> Result {
-        self.put(key, bytes, || RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT))
-    }
-}
-
-/// Byte counts, and memory for new keys. A key for which there is no memory cannot be set.
-struct Prepared<'a> {
-    counts: &'a mut ByteCounts,
-    spare: &'a mut KVec<RBTreeNodeReservation<ChargeKey, u64>>,
-}
-
-impl quota::Store for Prepared<'_> {
+    /// There is no memory for a new key.
     type Error = ();
 
     fn used(&self, key: ChargeKey) -> u64 {
-        self.counts.used(key)
+        self.bytes.get(&key).copied().unwrap_or(0)
     }
 
     fn set(&mut self, key: ChargeKey, bytes: u64) -> core::result::Result<(), ()> {
-        let Self { counts, spare } = self;
-        counts.put(key, bytes, || spare.pop().ok_or(()))
+        if bytes == 0 {
+            self.bytes.remove(&key);
+        } else if let Some(used) = self.bytes.get_mut(&key) {
+            *used = bytes;
+        } else {
+            self.bytes.insert(self.spare.pop().ok_or(())?.into_node(key, bytes));
+        }
+        Ok(())
     }
 }
 
@@ -174,7 +168,6 @@ impl Drop for Counting {
 }
 
 /// The properties of a provider that rules and charges depend on.
-#[derive(Clone, Copy)]
 struct ProviderKey {
     id: u32,
     function: FunctionId,
@@ -202,16 +195,18 @@ impl ProviderKey {
     }
 }
 
-/// The ledger's record of one buffer's charge.
-struct ChargeRecord {
-    cred: Credentials,
-    provider_key: ProviderKey,
-    file: u64,
-    bytes: u64,
-    /// What is charged, if bytes were counted when the buffer was charged. Meaningless after counting stopped.
-    charged: Option<Charged>,
-    /// The charge under the next rules, while [`State::count_all`] computes it.
-    anew: Option<Charged>,
+/// Returns the keys that a buffer is charged to under `rule_set`, which need not be the rules in force.
+fn charge_set(rule_set: &RuleSet, buffer: &Buffer) -> ChargeSet {
+    let requester = Requester {
+        rules: &rule_set.rules,
+        applicable: Applicable::to(&rule_set.rules, &buffer.cred),
+        uid: buffer.cred.uid(),
+        file: buffer.file,
+        file_rules: &[],
+    };
+    // The keys depend on no byte count, and limits do not matter here, so an empty store is good enough.
+    let provider_key = ProviderKey::of(&buffer.provider);
+    ChargeSet::of(&ByteCounts::new(KVec::new()), &requester, &provider_key.charge_target())
 }
 
 /// Everything that `Rules::state` protects.
@@ -221,100 +216,116 @@ struct State {
     counts: ByteCounts,
     /// Number of [`Counting`]s.
     counting: u64,
-    /// Charges by their numbers with reversed bits. Ascending keys would make the tree twice as deep as necessary.
-    charges: RBTree<u64, ChargeRecord>,
-    next_charge: u64,
+}
+
+/// Everything that `Rules::changes` protects.
+pub(crate) struct Changes {
     next_rule: u64,
     /// Rules that have ended, but are in force until the rules change again, because memory was missing. Has space for each rule in
     /// force.
     ended: KVec<u64>,
 }
 
+/// Returns all providers. Called with `Rules::changes` held, so no provider is added until the rules have changed.
+pub(crate) trait ProviderList: FnOnce() -> Result<KVec<Arc<Provider>>> {}
+
+impl<F: FnOnce() -> Result<KVec<Arc<Provider>>>> ProviderList for F {}
+
 /// The administrator's rules in force, and what is charged under them.
 #[pin_data]
 pub(crate) struct Rules {
+    /// The set without any rule.
+    none: Arc<RuleSet>,
+    /// The address of the rules in force. Written with `state` held, read without.
+    in_force: Atomic<usize>,
+    #[pin]
+    changes: Mutex<Changes>,
     #[pin]
     state: Mutex<State>,
-    /// Whether any rule is in force. Written with `state` held, read without.
-    some: AtomicFlag,
 }
 
-impl Ledger for Rules {
-    fn uncharge(&self, id: u64) {
+impl Ledger<Buffer> for Rules {
+    fn uncharge(&self, provider: &Provider, id: u64) {
         let mut state = self.state.lock();
-        let mut record = state.charges.remove(&id);
-        if let Some(charged) = record.as_mut().and_then(|record| record.charged.take()) {
+        let mut books = provider.books();
+        books.counted = state.counts();
+        let ended = books.end_charge(id);
+        if let Some(buffer) = ended.as_ref().filter(|_| books.counted) {
+            let charged = charge_set(&state.rule_set, buffer).charged(buffer.size);
             uncharge(&mut state.counts, charged);
         }
+        drop(books);
         drop(state);
-        drop(record);
+        drop(ended);
     }
+}
+
+/// Returns the address of a rule set, to compare it with that of another one.
+fn address(rule_set: &Arc<RuleSet>) -> usize {
+    Arc::as_ptr(rule_set) as usize
 }
 
 impl Rules {
     /// Creates the ledger without any rule. Errors: `ENOMEM`.
     pub(crate) fn new() -> Result<Arc<Self>> {
-        let rule_set = RuleSet::new(KVec::new(), None)?;
+        let none = RuleSet::new(KVec::new(), None)?;
+        let rule_set = none.clone();
         Arc::pin_init(
             pin_init!(Self {
-                state <- new_mutex!(State {
-                    rule_set,
-                    counts: ByteCounts(RBTree::new()),
-                    counting: 0,
-                    charges: RBTree::new(),
-                    next_charge: 1,
+                in_force: Atomic::new(address(&none)),
+                none,
+                changes <- new_mutex!(Changes {
                     next_rule: 1,
                     ended: KVec::new(),
                 }),
-                some: AtomicFlag::new(false),
+                state <- new_mutex!(State {
+                    rule_set,
+                    counts: ByteCounts::new(KVec::new()),
+                    counting: 0,
+                }),
             }),
             GFP_KERNEL,
         )
     }
 
-    /// Returns the rules in force.
+    /// Returns the rules in force. Takes no lock if there are none.
     pub(crate) fn rule_set(&self) -> Arc<RuleSet> {
+        if self.are_none() {
+            return self.none.clone();
+        }
         self.state.lock().rule_set.clone()
     }
 
     /// Whether no rule is in force. The answer may be outdated when it is used.
     pub(crate) fn are_none(&self) -> bool {
-        !self.some.load(Relaxed)
+        self.is_in_force(&self.none)
     }
 
-    /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
-    fn enforce(&self, state: &mut State, rule_set: Arc<RuleSet>) -> Result {
-        let some = !rule_set.is_empty();
-        state.enforce(rule_set)?;
-        self.some.store(some, Relaxed);
-        Ok(())
+    /// Whether these are the rules in force. The answer may be outdated when it is used, unless the books of a provider are locked
+    /// whose buffers are not counted.
+    fn is_in_force(&self, rule_set: &Arc<RuleSet>) -> bool {
+        self.in_force.load(Relaxed) == address(rule_set)
     }
 
-    /// Counts the bytes of all buffers, until the result is dropped. Errors: `ENOMEM`.
-    fn count(self: &Arc<Self>) -> Result<Counting> {
-        let mut state = self.state.lock();
-        if !state.counts() {
-            let rule_set = state.rule_set.clone();
-            state.count_all(&rule_set)?;
-        }
-        state.counting += 1;
-        drop(state);
-        Ok(Counting(self.clone()))
+    /// Holds up changes of rules until the result is dropped.
+    pub(crate) fn hold_changes(&self) -> MutexGuard<'_, Changes> {
+        self.changes.lock()
     }
 
     /// Puts `rule` into force, instead of rule `old` if that is in force. Returns the id of the new rule.
     ///
     /// Errors: `EINVAL` if the rule contradicts itself, `ENOSPC` if there are [`rule::MAX_RULES`] rules, `ENOMEM`. Nothing has
     /// changed then.
-    pub(crate) fn put(&self, rule: &Rule, old: Option<u64>) -> Answer<u64> {
+    pub(crate) fn put(&self, rule: &Rule, old: Option<u64>, providers: impl ProviderList) -> Answer<u64> {
         rule.check().map_err(|flaw| refuse!(EINVAL, "{}", flaw.text()))?;
-        let mut state = self.state.lock();
-        let mut rules = KVec::with_capacity(state.rule_set.rules.len() + 1, GFP_KERNEL)?;
-        let ended = KVec::with_capacity(state.rule_set.rules.len() + 1, GFP_KERNEL)?;
-        let id = state.next_rule;
+        let mut changes = self.hold_changes();
+        let old_set = self.rule_set();
+        let mut rules = KVec::with_capacity(old_set.rules.len() + 1, GFP_KERNEL)?;
+        let ended = KVec::with_capacity(old_set.rules.len() + 1, GFP_KERNEL)?;
+        let id = changes.next_rule;
         let mut new = Some(Rule { id, ..*rule });
-        let stays = |other: &&Rule| Some(other.id) != old && !state.ended.contains(&other.id);
-        for other in state.rule_set.rules.iter().filter(stays) {
+        let stays = |other: &&Rule| Some(other.id) != old && !changes.ended.contains(&other.id);
+        for other in old_set.rules.iter().filter(stays) {
             if let Some(rule) = new.take_if(|rule| rule.name < other.name) {
                 rules.push(rule, GFP_KERNEL)?;
             }
@@ -330,31 +341,88 @@ impl Rules {
                 rule::MAX_RULES
             ));
         }
-        self.enforce(&mut state, RuleSet::new(rules, None)?)?;
-        state.ended = ended;
-        state.next_rule += 1;
+        self.enforce(Some(rules), 0, providers)?;
+        changes.ended = ended;
+        changes.next_rule += 1;
         Ok(id)
     }
 
     /// Ends the rule `id`. Buffers that were charged under it are charged under the remaining rules.
     ///
     /// Errors: `ENOMEM`; the rule stays in force then.
-    pub(crate) fn remove(&self, id: u64) -> Answer {
-        let mut state = self.state.lock();
-        let mut rules = KVec::with_capacity(state.rule_set.rules.len(), GFP_KERNEL)?;
-        let stays = |rule: &&Rule| rule.id != id && !state.ended.contains(&rule.id);
-        for rule in state.rule_set.rules.iter().filter(stays) {
+    pub(crate) fn remove(&self, id: u64, providers: impl ProviderList) -> Answer {
+        let mut changes = self.hold_changes();
+        let old_set = self.rule_set();
+        let mut rules = KVec::with_capacity(old_set.rules.len(), GFP_KERNEL)?;
+        let stays = |rule: &&Rule| rule.id != id && !changes.ended.contains(&rule.id);
+        for rule in old_set.rules.iter().filter(stays) {
             rules.push(*rule, GFP_KERNEL)?;
         }
-        self.enforce(&mut state, RuleSet::new(rules, None)?)?;
-        state.ended.clear();
+        self.enforce(Some(rules), 0, providers)?;
+        changes.ended.clear();
         Ok(())
+    }
+
+    /// Counts the bytes of all buffers, until the result is dropped. Errors: `ENOMEM`.
+    fn count_bytes(self: &Arc<Self>, providers: impl ProviderList) -> Result<Counting> {
+        let _changes = self.hold_changes();
+        let mut state = self.state.lock();
+        if state.counts() {
+            state.counting += 1;
+        } else {
+            drop(state);
+            self.enforce(None, 1, providers)?;
+        }
+        Ok(Counting(self.clone()))
+    }
+
+    /// Puts `rules` into force if there are any, adds `counting` to the number of [`Counting`]s, and counts the bytes of all buffers if
+    /// anything depends on them. The caller holds `Rules::changes`, so no provider is added meanwhile.
+    ///
+    /// Allocations wait while this holds `Rules::state`. So this evaluates the rules once for each pair of credentials and
+    /// provider, not for each buffer. If there are more keys than it has memory for, it begins again with twice as much.
+    ///
+    /// Errors: `ENOMEM`; nothing has changed then.
+    fn enforce(&self, rules: Option<KVec<Rule>>, counting: u64, providers: impl ProviderList) -> Result {
+        let rule_set = match rules {
+            None => self.rule_set(),
+            Some(rules) if rules.is_empty() => self.none.clone(),
+            Some(rules) => RuleSet::new(rules, None)?,
+        };
+        let providers = providers()?;
+        let mut charge_sets = ChargeSets::new()?;
+        let mut keys = 0;
+        loop {
+            let mut counts = ByteCounts::new(ByteCounts::spare(keys)?);
+            let mut state = self.state.lock();
+            let counts_bytes = rule_set.counts(&Applicable::ALL) || state.counting + counting > 0;
+            // A provider whose buffers are not counted hears of the new rules, too: see `Rules::is_in_force`.
+            let counted = providers.iter().try_for_each(|provider| {
+                let mut books = provider.books();
+                books.counted = true;
+                for buffer in books.charged().filter(|_| counts_bytes) {
+                    charge_unlimited(&mut counts, &charge_sets.of(&rule_set, buffer), buffer.size)?;
+                }
+                Ok::<(), ()>(())
+            });
+            if counted.is_ok() {
+                self.in_force.store(address(&rule_set), Relaxed);
+                state.counting += counting;
+                let old_set = core::mem::replace(&mut state.rule_set, rule_set);
+                let old_counts = core::mem::replace(&mut state.counts, counts);
+                drop(state);
+                drop((old_set, old_counts));
+                return Ok(());
+            }
+            drop(state);
+            keys = (2 * keys).max(ChargeSets::MOST * ChargeSet::KEYS);
+        }
     }
 
     /// Ends the rule `id` when the rules change the next time, after [`Self::remove`] has failed. Allocates nothing.
     pub(crate) fn remove_later(&self, id: u64) {
         // Has space: `put` has made it, and a rule ends once.
-        let _ = self.state.lock().ended.push_within_capacity(id);
+        let _ = self.changes.lock().ended.push_within_capacity(id);
     }
 
     /// Returns the bytes of the kernel reserve that a rule sets for a provider, if one does.
@@ -378,7 +446,7 @@ impl Rules {
                 name.as_str()
             ));
         }
-        for (key, &used) in state.counts.0.iter() {
+        for (key, &used) in state.counts.bytes.iter() {
             match (key, rule.quota, rule.group_quota) {
                 (ChargeKey::User(of, uid), Some(limit), _) if *of == id && used > limit => {
                     return Text::new(fmt!(
@@ -404,7 +472,7 @@ impl Rules {
     /// Writes a line for each user, group and provider with bytes under rule `id`, as many as fit.
     pub(crate) fn usage(&self, id: u64, out: &mut kernel::str::Formatter<'_>) {
         let state = self.state.lock();
-        for (key, used) in state.counts.0.iter() {
+        for (key, used) in state.counts.bytes.iter() {
             let line = match key {
                 ChargeKey::User(of, uid) if *of == id => out.write_fmt(fmt!("uid {} {}\n", uid, used)),
                 ChargeKey::Group(of) if *of == id => out.write_fmt(fmt!("group {}\n", used)),
@@ -438,29 +506,16 @@ impl ChargeSets {
         })
     }
 
-    /// Returns the charge set of a charged buffer under `rule_set`, which need not be the rules in force.
-    fn of(&mut self, rule_set: &RuleSet, record: &ChargeRecord) -> ChargeSet {
+    /// Returns [`charge_set`] of a buffer under `rule_set`, the same in each call.
+    fn of(&mut self, rule_set: &RuleSet, buffer: &Buffer) -> ChargeSet {
         let same = |(cred, provider, _): &&(Credentials, u32, ChargeSet)| {
-            cred.is_same(&record.cred) && *provider == record.provider_key.id
+            cred.is_same(&buffer.cred) && *provider == buffer.provider.id
         };
         if let Some((_, _, charge_set)) = self.charge_sets.iter().find(same) {
-            return charge_set.for_file(record.file);
+            return charge_set.for_file(buffer.file);
         }
-        let requester = Requester {
-            rules: &rule_set.rules,
-            applicable: Applicable::to(&rule_set.rules, &record.cred),
-            uid: record.cred.uid(),
-            file: record.file,
-            file_rules: &[],
-        };
-        // The keys of a charge set depend on no byte count, and limits do not matter here, so an empty store is good
-        // enough.
-        let charge_set = ChargeSet::of(
-            &ByteCounts(RBTree::new()),
-            &requester,
-            &record.provider_key.charge_target(),
-        );
-        let new = (record.cred.clone(), record.provider_key.id, charge_set);
+        let charge_set = charge_set(rule_set, buffer);
+        let new = (buffer.cred.clone(), buffer.provider.id, charge_set);
         if self.charge_sets.len() < Self::MOST {
             // Cannot fail: the capacity was reserved in `new`.
             let _ = self.charge_sets.push_within_capacity(new);
@@ -480,41 +535,6 @@ impl State {
 
     /// Forgets the byte counts if nothing depends on them any more. Returns them, to be dropped without the lock.
     fn stop_counting(&mut self) -> Option<ByteCounts> {
-        (!self.counts()).then(|| core::mem::replace(&mut self.counts, ByteCounts(RBTree::new())))
-    }
-
-    /// Replaces the rules in force and charges all buffers again. Errors: `ENOMEM`; nothing has changed then.
-    fn enforce(&mut self, rule_set: Arc<RuleSet>) -> Result {
-        if rule_set.counts(&Applicable::ALL) || self.counting > 0 {
-            self.count_all(&rule_set)?;
-        }
-        self.rule_set = rule_set;
-        drop(self.stop_counting());
-        Ok(())
-    }
-
-    /// Charges all buffers again, under `rule_set`. Errors: `ENOMEM`; nothing has changed then.
-    ///
-    /// The caller holds `Rules::state`, for which every allocation waits. So this evaluates the rules once for each pair of
-    /// credentials and provider, not for each buffer, and allocates for each new key, not for each buffer.
-    fn count_all(&mut self, rule_set: &RuleSet) -> Result {
-        let mut counts = ByteCounts(RBTree::new());
-        let mut charge_sets = ChargeSets::new()?;
-        let charged = self.charges.values_mut().try_for_each(|record| {
-            let charge_set = charge_sets.of(rule_set, record);
-            record.anew = Some(charge_unlimited(&mut counts, &charge_set, record.bytes)?);
-            Ok::<(), Error>(())
-        });
-        if let Err(e) = charged {
-            for record in self.charges.values_mut() {
-                record.anew = None;
-            }
-            return Err(e);
-        }
-        for record in self.charges.values_mut() {
-            record.charged = record.anew.take();
-        }
-        self.counts = counts;
-        Ok(())
+        (!self.counts()).then(|| core::mem::replace(&mut self.counts, ByteCounts::new(KVec::new())))
     }
 }

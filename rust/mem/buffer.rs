@@ -132,11 +132,11 @@ static NEXT_ID: Atomic<u64> = Atomic::<u64>::new(1);
 
 impl Buffer {
     /// Creates a Live buffer of `size` bytes that holds `memory`, and returns its first handle, which belongs to `file`.
-    /// The current task becomes the owner.
+    /// The current task becomes the owner. The caller registers the buffer with the provider.
     ///
     /// Context: process context, may sleep. `mmap()` at offset 0 calls this with the mmap lock held.
     ///
-    /// Errors: `ENODEV` if the provider is being removed, `ENOMEM`. The memory goes back to the provider then.
+    /// Errors: `ENOMEM`; the memory goes back to the provider then.
     pub(crate) fn create(provider: Arc<Provider>, memory: KBox<Memory>, size: u64, file: u64) -> Result<Holder> {
         let page_offset = provider.page_offset_of(&memory);
         let (bar, offset) = memory.place();
@@ -180,9 +180,7 @@ impl Buffer {
         }
         buffer.inner.lock().memory = Some(memory);
         trace::alloc(|| (buffer.about(), buffer.bar_offset, file, buffer.cred.uid()));
-        let holder = Holder { buffer, file };
-        holder.provider.register(holder.buffer.id, &holder.buffer)?;
-        Ok(holder)
+        Ok(Holder { buffer, file })
     }
 
     /// Returns the fields that trace events print.

@@ -10,6 +10,7 @@
 
 use crate::ext::{
     buddy::Extent,
+    dmem::CgroupCharge,
     log::Owner,
     p2pdma::{
         Backing,
@@ -17,10 +18,7 @@ use crate::ext::{
     },
     vma::Fault, //
 };
-use crate::mem::{
-    own::OwnMemory,
-    traits::Charge, //
-};
+use crate::mem::own::OwnMemory;
 use kernel::{prelude::*, sync::Arc};
 
 /// A contiguous piece of a provider's memory.
@@ -34,8 +32,10 @@ pub(crate) struct Memory {
     pages_held: bool,
     /// The present owner, or the last one.
     pub(crate) owner: Owner,
-    /// The charge, kept as long as the owner has the memory or refers to its pages.
-    pub(crate) charge: Option<Charge>,
+    /// The charge of the dmem cgroup, kept as long as the owner has the memory or refers to its pages.
+    pub(crate) cgroup_charge: Option<CgroupCharge>,
+    /// The number of the buffer that ended while others referred to the pages, and is still charged.
+    pub(crate) pinned_buffer: Option<u64>,
     /// The next element of a [`MemoryList`].
     next: Option<KBox<Memory>>,
 }
@@ -67,7 +67,8 @@ impl Memory {
             cleared: 0,
             pages_held: false,
             owner: Owner::current(),
-            charge: None,
+            cgroup_charge: None,
+            pinned_buffer: None,
             next: None,
         };
         Ok(KBox::new(memory, GFP_KERNEL_ACCOUNT)?)
@@ -169,10 +170,12 @@ impl Memory {
         self.cleared = 0;
     }
 
-    /// Drops the last owner's charge, and notes that nobody refers to the pages any more: [`Self::busy`] need not count again.
-    pub(crate) fn forget_owner(&mut self) {
+    /// Drops the last owner's charge to the cgroup, and notes that nobody refers to the pages any more: [`Self::busy`] need not
+    /// count again. Returns the number of the buffer that is still charged.
+    pub(crate) fn forget_owner(&mut self) -> Option<u64> {
         self.pages_held = false;
-        self.charge = None;
+        self.cgroup_charge = None;
+        self.pinned_buffer.take()
     }
 
     /// Clears up to `step` bytes of used memory, and returns their number. In the provider's own memory they are free afterwards,

@@ -63,7 +63,7 @@ use kernel::{
     rbtree::{RBTree, RBTreeNode},
     sync::{
         atomic::{Atomic, AtomicFlag, Relaxed},
-        Arc, CondVar, Mutex,
+        Arc, CondVar, Mutex, MutexGuard,
     },
     workqueue::{impl_has_work, Work},
 };
@@ -102,13 +102,19 @@ enum Source {
     },
 }
 
-struct Inner<B> {
+/// The books: everything that `Provider::inner` protects.
+pub(crate) struct Inner<B> {
     /// `None` once the removal has begun.
     source: Option<Source>,
     /// Number of [`Memory`] objects that are neither free nor on a list: those of live buffers, of allocations and of the scrubber.
     outstanding: u32,
     /// Live buffers by number.
     buffers: RBTree<u64, Arc<B>>,
+    /// The buffers that ended while others referred to the pages of their memory, and are still charged, by number.
+    pinned_buffers: RBTree<u64, Arc<B>>,
+    /// Whether charges begin and end with the lock of the ledger held, under which this changes. Otherwise the ledger counts no
+    /// buffer of this provider.
+    pub(crate) counted: bool,
     /// The attachments of the function to dma-bufs, by their numbers.
     attachments: RBTree<u64, Arc<dyn DeviceAttachment>>,
     /// Number of `buffers`.
@@ -134,6 +140,29 @@ impl<B> Inner<B> {
         if let Some(Source::Adopted { allocated, .. }) = &mut self.source {
             *allocated -= taken;
         }
+    }
+
+    /// Returns whether the removal has not begun.
+    pub(crate) fn is_live(&self) -> bool {
+        self.source.is_some()
+    }
+
+    /// Adds a live buffer, which is charged from here on.
+    pub(crate) fn add(&mut self, buffer: RBTreeNode<u64, Arc<B>>) {
+        self.buffers.insert(buffer);
+        self.count += 1;
+    }
+
+    /// Returns all charged buffers.
+    pub(crate) fn charged(&self) -> impl Iterator<Item = &Arc<B>> {
+        Iterator::chain(self.buffers.values(), self.pinned_buffers.values())
+    }
+
+    /// Removes a charged buffer, which the caller drops without locks held.
+    pub(crate) fn end_charge(&mut self, buffer: u64) -> Option<Arc<B>> {
+        let live = self.buffers.remove(&buffer);
+        self.count -= u32::from(live.is_some());
+        live.or_else(|| self.pinned_buffers.remove(&buffer))
     }
 
     /// Ends the outstanding state of one [`Memory`] object.
@@ -176,6 +205,8 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     publisher: Option<Arc<RevokeCallback>>,
     /// What the dmem cgroup charges for.
     region: Arc<Region>,
+    /// Counts the bytes of the buffers.
+    ledger: Arc<dyn Ledger<B>>,
     function: Function,
     driver: DriverName,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
@@ -240,14 +271,23 @@ impl PageBases {
     }
 }
 
+/// The counter of the bytes of buffers of type `B`: the rules in force (`rust/alloc/rules.rs`).
+pub(crate) trait Ledger<B: Send + Sync + 'static>: Send + Sync {
+    /// Takes the charged buffer `id` off the books of `provider`, and its bytes off the counts.
+    ///
+    /// Context: process context, may sleep: the ledger takes a mutex.
+    fn uncharge(&self, provider: &Provider<B>, id: u64);
+}
+
 /// The properties of a new provider; see [`Provider`].
-pub(crate) struct ProviderConfig {
+pub(crate) struct ProviderConfig<B: Send + Sync + 'static> {
     pub(crate) id: u32,
     pub(crate) pages: PageBases,
     pub(crate) function: Function,
     /// The driver that the function is bound to.
     pub(crate) driver: DriverName,
     pub(crate) region: Arc<Region>,
+    pub(crate) ledger: Arc<dyn Ledger<B>>,
     /// The BAR, and the offset of the first byte in it.
     pub(crate) place: (u32, u64),
     pub(crate) kernel_reserve: u64,
@@ -259,7 +299,7 @@ pub(crate) struct ProviderConfig {
 
 impl<B: Send + Sync + 'static> Provider<B> {
     /// Makes an own or registered provider of `backing`. Errors: `ENOMEM`.
-    pub(crate) fn own(config: ProviderConfig, backing: Backing) -> Result<Arc<Self>> {
+    pub(crate) fn own(config: ProviderConfig<B>, backing: Backing) -> Result<Arc<Self>> {
         let size = backing.size();
         let flags = match backing {
             Backing::Pages(_) => consts::PROVIDER_EXPORTABLE,
@@ -274,7 +314,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 
     /// Makes an adopted provider, which takes up to `size` bytes from `pool`. Errors: `ENOMEM`.
-    pub(crate) fn adopted(config: ProviderConfig, pool: Arc<Pool>, size: u64) -> Result<Arc<Self>> {
+    pub(crate) fn adopted(config: ProviderConfig<B>, pool: Arc<Pool>, size: u64) -> Result<Arc<Self>> {
         let (flags, allocated, ceiling) = (consts::PROVIDER_EXPORTABLE, 0, size);
         Self::new(
             config,
@@ -289,7 +329,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         )
     }
 
-    fn new(config: ProviderConfig, kind: ProviderKind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
+    fn new(config: ProviderConfig<B>, kind: ProviderKind, size: u64, flags: u32, source: Source) -> Result<Arc<Self>> {
         let hint = match &source {
             Source::Own(own) => own.buddy().hint(),
             Source::Adopted { ceiling, .. } => {
@@ -317,12 +357,16 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 function: config.function,
                 driver: config.driver,
                 region: config.region,
+                ledger: config.ledger,
                 being_removed: AtomicFlag::new(false),
                 progress <- new_mutex!(Text::EMPTY),
                 inner <- new_mutex!(Inner {
                     source: Some(source),
                     outstanding: 0,
                     buffers: RBTree::new(),
+                    pinned_buffers: RBTree::new(),
+                    // The first allocation finds out whether buffers are counted.
+                    counted: true,
                     attachments: RBTree::new(),
                     count: 0,
                     dirty: MemoryList::EMPTY,
@@ -504,18 +548,29 @@ impl<B: Send + Sync + 'static> Provider<B> {
         self.pages.of(bar, offset)
     }
 
-    /// Adds a buffer to the provider's live buffers. Errors: `ENODEV` (being removed), `ENOMEM`.
-    pub(crate) fn register(&self, id: u64, buffer: &Arc<B>) -> Result {
-        let node = RBTreeNode::new(id, buffer.clone(), GFP_KERNEL_ACCOUNT)?;
+    /// Locks the books, for the ledger: after its own lock, if the provider's buffers are counted.
+    pub(crate) fn books(&self) -> MutexGuard<'_, Inner<B>> {
+        self.inner.lock()
+    }
+
+    /// Ends the charge of a buffer that ended, if the buffer is charged.
+    fn uncharge(&self, buffer: u64) {
         let mut inner = self.inner.lock();
-        if inner.source.is_none() {
+        if inner.counted {
             drop(inner);
-            drop(node);
-            return Err(ENODEV);
+            self.ledger.uncharge(self, buffer);
+            return;
         }
-        inner.buffers.insert(node);
-        inner.count += 1;
-        Ok(())
+        let ended = inner.end_charge(buffer);
+        drop(inner);
+        drop(ended);
+    }
+
+    /// Ends what is left of the last owner's charges of memory, to whose pages nobody refers any more.
+    pub(crate) fn forget_owner(&self, memory: &mut Memory) {
+        if let Some(buffer) = memory.forget_owner() {
+            self.uncharge(buffer);
+        }
     }
 
     /// Returns the provider's element of `P2PMEM_IOC_LIST`.
@@ -614,7 +669,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     /// Returns whether the removal has not begun.
     pub(crate) fn is_live(&self) -> bool {
-        self.inner.lock().source.is_some()
+        self.books().is_live()
     }
 }
 

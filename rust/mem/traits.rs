@@ -3,9 +3,8 @@
 //! The traits through which buffers and memory call into later layers.
 //!
 //! [`Revocable`]: a dma-buf or registration that a removal takes away (`rust/share`). [`DeviceAttachment`]: an attachment
-//! of a provider's function to a dma-buf (`rust/share`). [`Ledger`]: the keeper of charges (`rust/alloc/rules.rs`).
+//! of a provider's function to a dma-buf (`rust/share`).
 
-use crate::ext::dmem::CgroupCharge;
 use kernel::{fmt, sync::Arc};
 
 /// The time, in ms, that a removal may still spend on waiting for fences of dma-bufs. All dma-bufs of a provider share it.
@@ -68,37 +67,4 @@ pub(crate) trait DeviceAttachment: Send + Sync {
 
     /// Writes the lines that debugfs shows.
     fn describe(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result;
-}
-
-/// The keeper of charges.
-pub(crate) trait Ledger: Send + Sync {
-    /// Removes the charge `id` from all users, groups and files it counts for.
-    ///
-    /// Context: process context, may sleep: the ledger takes a mutex.
-    fn uncharge(&self, id: u64);
-}
-
-/// The charge of one buffer's memory. Dropping it returns the bytes to the ledger and to the cgroup.
-pub(crate) struct Charge {
-    ledger: Arc<dyn Ledger>,
-    id: u64,
-    /// The charge of the dmem cgroup.
-    _cgroup: CgroupCharge,
-}
-
-impl Charge {
-    /// Creates the charge that `ledger` knows as `id`. `cgroup` is the dmem charge, uncharged together with it.
-    pub(crate) fn new(ledger: Arc<dyn Ledger>, id: u64, cgroup: CgroupCharge) -> Self {
-        Self {
-            ledger,
-            id,
-            _cgroup: cgroup,
-        }
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.ledger.uncharge(self.id);
-    }
 }

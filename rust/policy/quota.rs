@@ -2,8 +2,8 @@
 
 //! Quota arithmetic: the bytes that users, groups and files hold, and the limits that rules set.
 //!
-//! A buffer is charged to all keys of its [`ChargeSet`] when it is allocated, or to none. The result is a [`Charged`],
-//! which cannot be copied and which [`uncharge`] consumes: nothing can be subtracted twice.
+//! A buffer is charged to all keys of its [`ChargeSet`] when it is allocated, or to none. [`Charged`] says to which, and
+//! [`uncharge`] consumes it.
 //!
 //! The file is pure: it needs nothing but `core` and other pure files, allocates nothing, cannot panic, takes no lock, and
 //! has no `unsafe`. The module and the host tests of tests/suites/pure compile the same source.
@@ -155,6 +155,12 @@ impl ChargeSet {
             }
         }
         self
+    }
+
+    /// Returns the charge of a buffer of `bytes` bytes that was charged to this set.
+    pub(crate) fn charged(&self, bytes: u64) -> Charged {
+        let keys = self.0.map(|entry| entry.map(|entry| entry.key));
+        Charged { keys, bytes }
     }
 
     /// Returns the first limit that `bytes` more would exceed, if there is one.

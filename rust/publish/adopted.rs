@@ -66,6 +66,7 @@ impl Orchestrator {
             function: function.clone(),
             driver: driver_name(device),
             region: self.region(function, size)?,
+            ledger: self.rules().clone(),
             place: (bar, start),
             kernel_reserve: reserve,
             pinned_exports: false,

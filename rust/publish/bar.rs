@@ -284,6 +284,7 @@ impl Orchestrator {
             pages,
             driver: driver_name(device),
             region: self.region(&function, backing.size())?,
+            ledger: self.rules().clone(),
             place: (bar, wanted.offset),
             kernel_reserve: reserve,
             function,

@@ -5,9 +5,9 @@
 //! Context: may sleep, no locks held.
 
 use crate::{
-    alloc::rules::{
-        RuleSet,
-        Rules, //
+    alloc::{
+        orchestrator::Orchestrator,
+        rules::RuleSet, //
     },
     ext::{
         abi::{
@@ -43,11 +43,11 @@ use kernel::{
     sync::Arc, //
 };
 
-/// Reads and checks the rules of a file, whose byte counts are those of `ledger`. An empty array returns `None`.
+/// Reads and checks the rules of a file. An empty array returns `None`.
 ///
 /// Errors: `E2BIG` (more than `MAX_RULES`), `EINVAL` (a rule is wrong, or a name is not unique), `ENODEV` (no such function),
 /// `EFAULT`, `ENOMEM`.
-pub(crate) fn read(arg: &abi::Rules, ledger: &Arc<Rules>) -> Answer<Option<Arc<RuleSet>>> {
+pub(crate) fn read(arg: &abi::Rules, orchestrator: &Orchestrator) -> Answer<Option<Arc<RuleSet>>> {
     if arg.count > consts::MAX_RULES {
         return Err(refuse!(
             E2BIG,
@@ -73,7 +73,9 @@ pub(crate) fn read(arg: &abi::Rules, ledger: &Arc<Rules>) -> Answer<Option<Arc<R
     if rules.is_empty() {
         return Ok(None);
     }
-    Ok(Some(RuleSet::of_file(rules, ledger)?))
+    Ok(Some(RuleSet::of_file(rules, orchestrator.rules(), || {
+        orchestrator.providers()
+    })?))
 }
 
 /// Checks one rule. `index` is its place in the array, for messages.

@@ -517,7 +517,7 @@ impl File {
     fn set_rules(&self, arg: &mut abi::Rules) -> Answer {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
-        self.replace_rules(file_rules::read(arg, self.orchestrator.rules())?);
+        self.replace_rules(file_rules::read(arg, &self.orchestrator)?);
         Ok(())
     }
 

@@ -229,7 +229,7 @@ impl Orchestrator {
         }
     }
 
-    /// Charges and allocates a buffer of `size` bytes in `provider` for `file`. `align` is in bytes.
+    /// Allocates and charges a buffer of `size` bytes in `provider` for `file`. `align` is in bytes.
     ///
     /// Errors: [`NotCharged`]. Nothing stays charged or allocated then.
     pub(crate) fn take(
@@ -239,14 +239,19 @@ impl Orchestrator {
         provider: &Arc<Provider>,
         file: u64,
     ) -> core::result::Result<Holder, NotCharged> {
-        let charge = rule_check.charge(provider, size)?;
-        provider
+        let cgroup_charge = provider.charge_cgroup(size).map_err(|e| match e {
+            e if e == EAGAIN => NotCharged::Cgroup,
+            e => NotCharged::Error(e),
+        })?;
+        let holder = provider
             .alloc(size, align, clearing)
             .and_then(|mut memory| {
-                memory.charge = Some(charge);
+                memory.cgroup_charge = Some(cgroup_charge);
                 Buffer::create(provider.clone(), memory, size, file)
             })
-            .map_err(NotCharged::Error)
+            .map_err(NotCharged::Error)?;
+        rule_check.register(holder.buffer())?;
+        Ok(holder)
     }
 
     /// Returns the id of the provider that `pci_p2pmem_find_many()` chooses, or `None` if the kernel finds none or a device

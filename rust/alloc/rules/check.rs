@@ -2,21 +2,20 @@
 
 //! The rules as they apply to one request: their effect on each provider, and the charge for the buffer.
 //!
-//! Context: process context, may sleep. `Rules::state` is held for short sections; no lock of p2pmem is taken while it is
+//! Context: process context, may sleep. `Rules::state` is held for short sections; the books of a provider are locked while it is
 //! held.
 
 use crate::{
     alloc::rules::{
-        ChargeRecord,
-        Prepared,
+        ByteCounts,
         ProviderKey,
         RuleSet,
         Rules, //
     },
     ext::cred::Credentials,
-    mem::{
-        buffer::Provider,
-        traits::Charge, //
+    mem::buffer::{
+        Buffer,
+        Provider, //
     },
     policy::{
         path::Path,
@@ -44,7 +43,7 @@ use crate::{
 };
 use kernel::{
     prelude::*,
-    rbtree::{RBTreeNode, RBTreeNodeReservation},
+    rbtree::RBTreeNode,
     sync::Arc, //
 };
 
@@ -252,60 +251,54 @@ impl<'a> RuleCheck<'a> {
         effect
     }
 
-    /// Charges `size` bytes of `provider` to the caller's cgroup, and to the users, groups and the file of the rules.
+    /// Registers the caller's new buffer with its provider, and charges it to the users, groups and the file of the rules.
     ///
-    /// Context: process context, may sleep; takes `Rules::state`.
+    /// Context: process context, may sleep; takes `Rules::state` if anything is counted.
     ///
-    /// Errors: [`NotCharged`]; nothing is charged then.
-    pub(crate) fn charge(&self, provider: &Provider, size: u64) -> core::result::Result<Charge, NotCharged> {
-        let held = provider.charge_cgroup(size).map_err(|e| match e {
-            e if e == EAGAIN => NotCharged::Cgroup,
-            e => NotCharged::Error(e),
-        })?;
-        let provider_key = ProviderKey::of(provider);
-        let record = ChargeRecord {
-            cred: self.cred.clone(),
-            provider_key,
-            file: self.file,
-            bytes: size,
-            charged: None,
-            anew: None,
-        };
-        // All memory is allocated without the lock.
-        let reservation = RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
-        let mut spare = KVec::new();
-        let (mut state, charged) = loop {
-            let mut state = self.rules.state.lock();
-            if !Arc::ptr_eq(&state.rule_set, &self.applicable_rules.rule_set) {
+    /// Errors: [`NotCharged`]; the buffer is neither registered nor charged then.
+    pub(crate) fn register(&self, buffer: &Arc<Buffer>) -> core::result::Result<(), NotCharged> {
+        let rule_set = &self.applicable_rules.rule_set;
+        let provider_key = ProviderKey::of(&buffer.provider);
+        let (mut locked, mut keys) = (false, 0);
+        // At most three rounds: without the lock, with the lock, and with memory for all keys of the charge.
+        loop {
+            let node = RBTreeNode::new(buffer.id, buffer.clone(), GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
+            let mut spare = ByteCounts::spare(keys).map_err(NotCharged::Error)?;
+            let mut state = locked.then(|| self.rules.state.lock());
+            let mut books = buffer.provider.books();
+            if !books.is_live() {
+                return Err(NotCharged::Error(ENODEV));
+            }
+            if !self.rules.is_in_force(rule_set) {
                 return Err(NotCharged::Stale);
             }
-            if !state.counts() {
-                break (state, None);
+            if let Some(state) = &state {
+                books.counted = state.counts();
             }
-            let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
-            let mut counts = Prepared {
-                counts: &mut state.counts,
-                spare: &mut spare,
-            };
-            match charge(&mut counts, &charge_set, size) {
-                Ok(charged) => break (state, Some(charged)),
-                Err(quota::ChargeError::Broken(broken)) => return Err(NotCharged::Broken(broken)),
-                // There are keys without bytes. The next attempt has memory for all keys.
-                Err(quota::ChargeError::Store(())) => drop(state),
+            match &mut state {
+                Some(state) if books.counted => {
+                    if keys > 0 {
+                        core::mem::swap(&mut state.counts.spare, &mut spare);
+                    }
+                    let charge_set = ChargeSet::of(&state.counts, &self.requester(), &provider_key.charge_target());
+                    match charge(&mut state.counts, &charge_set, buffer.size) {
+                        Ok(_) => {}
+                        Err(quota::ChargeError::Broken(broken)) => return Err(NotCharged::Broken(broken)),
+                        Err(quota::ChargeError::Store(())) => {
+                            keys = ChargeSet::KEYS;
+                            continue;
+                        }
+                    }
+                }
+                None if books.counted => {
+                    locked = true;
+                    continue;
+                }
+                _ => {}
             }
-            while spare.len() < ChargeSet::KEYS {
-                let node = RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT).map_err(NotCharged::Error)?;
-                spare
-                    .push(node, GFP_KERNEL_ACCOUNT)
-                    .map_err(|e| NotCharged::Error(e.into()))?;
-            }
-        };
-        let id = state.next_charge.reverse_bits();
-        state.next_charge += 1;
-        let node: RBTreeNode<u64, ChargeRecord> = reservation.into_node(id, ChargeRecord { charged, ..record });
-        state.charges.insert(node);
-        drop(state);
-        Ok(Charge::new(self.rules.clone(), id, held))
+            books.add(node);
+            return Ok(());
+        }
     }
 }
 

@@ -119,7 +119,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         })?;
         if clearing == Clearing::Now {
             if let Err(e) = self.clear_for_use(&mut memory) {
-                self.return_memory(memory, |_| ());
+                self.return_memory(memory);
                 return Err(e);
             }
         }

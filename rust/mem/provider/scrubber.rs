@@ -20,7 +20,6 @@ use crate::{
             MemoryList, //
         },
         provider::{
-            Inner,
             Provider,
             Source,
             STEP, //
@@ -35,36 +34,40 @@ use kernel::{
 };
 
 impl<B: Send + Sync + 'static> Provider<B> {
-    /// Takes back the memory of a buffer that ended. `buffer` is the number under which [`Self::register`] has it, if it has.
-    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, memory: KBox<Memory>) {
+    /// Takes back the memory of a buffer that ended. `buffer` is its number, if it was ever added to the books.
+    pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, mut memory: KBox<Memory>) {
         self.counters.frees.fetch_add(1, Relaxed);
         self.counters.free_bytes.fetch_add(memory.size, Relaxed);
-        let ended = self.return_memory(memory, |inner| {
-            let ended = buffer.and_then(|id| inner.buffers.remove(&id));
-            inner.count -= u32::from(ended.is_some());
-            ended
-        });
-        // Dropped without `inner` held.
-        drop(ended);
+        match buffer {
+            // Pinned memory stays charged to its last owner until nobody refers to its pages.
+            Some(id) if memory.is_clear() && memory.busy() > 0 => {
+                let mut inner = self.inner.lock();
+                if let Some(node) = inner.buffers.remove_node(&id) {
+                    inner.count -= 1;
+                    inner.pinned_buffers.insert(node);
+                    memory.pinned_buffer = Some(id);
+                }
+            }
+            _ => {
+                memory.cgroup_charge = None;
+                buffer.into_iter().for_each(|id| self.uncharge(id));
+            }
+        }
+        self.return_memory(memory);
     }
 
     /// Puts outstanding memory on the dirty list. Memory that was not cleared goes back to its allocator at once: nobody reached
-    /// it, so its contents are what the allocator expects. `then` updates the accounting with the lock held.
-    pub(super) fn return_memory<T>(&self, mut memory: KBox<Memory>, then: impl FnOnce(&mut Inner<B>) -> T) -> T {
+    /// it, so its contents are what the allocator expects.
+    pub(super) fn return_memory(&self, mut memory: KBox<Memory>) {
         let taken = memory.footprint();
         let dirty = if memory.is_clear() {
             memory.set_used();
-            // Pinned memory stays charged to its last owner until nobody refers to its pages.
-            if memory.busy() == 0 {
-                memory.charge = None;
-            }
             Some(memory)
         } else {
             drop(memory);
             None
         };
         let mut inner = self.inner.lock();
-        let result = then(&mut inner);
         match dirty {
             Some(memory) => inner.dirty.push(memory),
             None => inner.unreserve(taken),
@@ -78,7 +81,6 @@ impl<B: Send + Sync + 'static> Provider<B> {
             // Waking a worker for each buffer would cost more than the rest of a free.
             workqueue::run_at_next_tick();
         }
-        result
     }
 
     /// Queues the scrubber if it has work to do.
@@ -103,7 +105,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
             drop(inner);
             if memory.busy() == 0 {
                 // A large memory comes here for each step; its pages are counted only once.
-                memory.forget_owner();
+                self.forget_owner(&mut memory);
                 return Some(memory);
             }
             let mut inner = self.inner.lock();
