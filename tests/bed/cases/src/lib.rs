@@ -47,6 +47,7 @@ mod hostile;
 mod inflight;
 mod late;
 mod life;
+mod locks;
 mod namespaces;
 mod near;
 mod pageless;
@@ -135,6 +136,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(namespaces::CASES)
         .chain(rules_more::CASES)
         .chain(trace::CASES)
+        .chain(locks::CASES)
         .chain(share::CASES)
         .chain(broadcast::CASES)
         .chain(stripe::CASES)
@@ -168,6 +170,7 @@ const NO_SOFT_DIRTY: Kernels<'static> = Kernels::Stock("the debug kernel has no 
 /// Tests that run on one kernel only, apart from those that [`kernels`] selects by their list.
 const NOT_BOTH: &[(&str, Kernels<'static>)] = &[
     ("dmem", Kernels::Debug("the stock kernel has no dmem controller")),
+    ("locks", Kernels::Debug("the stock kernel records no locks")),
     (
         "doctor-removed",
         Kernels::Stock(

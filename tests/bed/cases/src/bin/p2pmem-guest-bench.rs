@@ -12,6 +12,7 @@ use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Barrier;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ use p2pmem_guest::devices;
 use p2pmem_guest::sys::{self, Mapping, Memory};
 use p2pmem_sys as abi;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use rustix::time::{ClockId, clock_gettime};
+use rustix::time::{ClockId, Timespec, clock_gettime};
 use serde_json::{Value, json};
 
 const PAGE: u64 = 4096;
@@ -57,6 +58,9 @@ const MORE_RANDOM: usize = 256;
 /// Numbers of providers and of clients.
 const PROVIDERS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 const CLIENTS: [usize; 4] = [1, 2, 4, 8];
+/// Numbers of threads that allocate and free at once, each with its own file, and of the pairs of all threads together.
+const THREADS: [u64; 2] = [1, 16];
+const PAIRS: u64 = 4096;
 /// The number of measurements of short operations, and of long ones.
 const TIMES: usize = 9;
 const TIMES_LARGE: usize = 3;
@@ -65,7 +69,10 @@ const SETTLE: Duration = Duration::from_secs(600);
 
 /// Returns this program's processor time, which is its number of instructions.
 fn instructions() -> u64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
+    nanoseconds(clock_gettime(ClockId::ProcessCPUTime))
+}
+
+fn nanoseconds(time: Timespec) -> u64 {
     time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
 }
 
@@ -598,6 +605,41 @@ impl Ask {
     }
 }
 
+/// Returns the instructions of ALLOC and FREE of a page by several threads at once, each with a file of its own. The number of
+/// operations is the same for any number of threads.
+fn at_once(threads: u64, clients: &[Client]) -> Result<u64> {
+    let one = |barrier: &Barrier| -> Result<u64> {
+        let file = open()?;
+        let fd = file.as_fd();
+        let (req, mut addresses) = near(clients, PAGE);
+        barrier.wait();
+        let start = clock_gettime(ClockId::ThreadCPUTime);
+        for _ in 0..PAIRS / threads {
+            let mut asked = abi::p2pmem_alloc {
+                req,
+                ..Default::default()
+            };
+            sys::alloc(fd, &mut asked, Memory::Slice(&mut addresses)).map_err(errno)?;
+            free(fd, asked.handle).map_err(errno)?;
+        }
+        Ok(nanoseconds(clock_gettime(ClockId::ThreadCPUTime)) - nanoseconds(start))
+    };
+    let mut counts = Vec::new();
+    for _ in 0..TIMES_LARGE {
+        let barrier = Barrier::new(threads as usize);
+        let took = thread::scope(|scope| {
+            let running: Vec<_> = (0..threads).map(|_| scope.spawn(|| one(&barrier))).collect();
+            running
+                .into_iter()
+                .map(|thread| thread.join().expect("a thread does not panic"))
+                .sum::<Result<u64>>()
+        })?;
+        counts.push(took / PAIRS);
+        all_clear(open()?.as_fd())?;
+    }
+    Ok(least(&counts))
+}
+
 /// Takes every second page of a provider, so that no two free pages are neighbors. The pages are free again when the file
 /// is closed.
 fn fragment(bed: &Bed, name: &str) -> Result<File> {
@@ -713,6 +755,13 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
     }
     let verdicts = Ask::Verdicts.rounds(watch, fd, &one)?;
     let cold = Ask::Take.cold(watch, fd, &all)?;
+    let mut threads = Vec::new();
+    for count in THREADS {
+        threads.push(json!({
+            "threads": count,
+            "alloc_free": at_once(count, &all)?,
+        }));
+    }
     // The last provider is below another root port than the client.
     let nearest = [all[..1].to_vec()];
     let before = Ask::TakeTwo.rounds(watch, fd, &nearest)?;
@@ -734,6 +783,7 @@ fn decisions(watch: &Watch, bed: &Bed) -> Result<Value> {
         "alternating": alternating,
         "explain_verdicts": verdicts,
         "alloc_free_cold": cold,
+        "threads": threads,
         "fragmented": {
             "none": before,
             "farthest": fragmented,
