@@ -303,7 +303,8 @@ void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
 		if (pages) {
 			for (i = 0; i < n; i++)
 				pages[i] = page + done + i;
-			map = vmap(pages, n, VM_MAP, pgprot_writecombine(PAGE_KERNEL));
+			/* With memory encryption PAGE_KERNEL is encrypted, and the device has no key. */
+			map = vmap(pages, n, VM_MAP, pgprot_writecombine(pgprot_decrypted(PAGE_KERNEL)));
 		}
 		clear_bar(map ?: (void *)(kaddr + (done << PAGE_SHIFT)), n << PAGE_SHIFT);
 		if (map)
