@@ -22,7 +22,10 @@ use crate::{
     },
     sys, //
 };
-use core::ptr::NonNull;
+use core::{
+    ops::Range,
+    ptr::NonNull, //
+};
 use kernel::{
     bindings,
     device::Bound,
@@ -31,7 +34,7 @@ use kernel::{
     page::PAGE_SIZE,
     pci,
     prelude::*,
-    sync::{aref::ARef, Arc, Mutex},
+    sync::{aref::ARef, Arc, Mutex, SetOnce},
 };
 
 /// Adds `size` bytes at `offset` of a BAR to the device's pool, with a `struct page` for each page.
@@ -196,20 +199,43 @@ impl Pool {
             bar: 0,
             bar_offset: 0,
             combine: false,
+            mappings: KVVec::new(),
         };
         (chunk.bar, chunk.bar_offset) = self.function.bar_at(chunk.phys())?;
         chunk.combine = self.function.prefetchable(chunk.bar);
+        while chunk.combine && chunk.mappings.len() < chunk.pages.div_ceil(MAPPING_PAGES) {
+            // Without memory, the rest of the chunk is cleared without write combining.
+            if chunk.mappings.push(SetOnce::new(), GFP_KERNEL).is_err() {
+                break;
+            }
+        }
         Some(chunk)
     }
+}
+
+/// Pages of one write-combining mapping of the kernel: so many that a chunk of 64 GiB has 4,096 mappings, and so few that the
+/// first owner of a page does not wait long for its mapping.
+const MAPPING_PAGES: usize = (16 << 20) / PAGE_SIZE;
+
+/// Splits pages of a chunk by the mappings for them. Returns the index of each mapping, and the pages counted from its first.
+fn by_mapping(mut pages: Range<usize>) -> impl Iterator<Item = (usize, Range<usize>)> {
+    core::iter::from_fn(move || {
+        let (index, first) = (pages.start / MAPPING_PAGES, pages.start % MAPPING_PAGES);
+        let count = pages.len().min(MAPPING_PAGES - first);
+        pages.start += count;
+        (count > 0).then_some((index, first..first + count))
+    })
 }
 
 /// A chunk of a function's pool, from one `pci_alloc_p2pmem()`.
 ///
 /// # Invariants
 ///
-/// This object owns `pages` pages, mapped in the kernel at `kaddr`, and the one reference to their page map that the
-/// allocation took. The core waits for that reference before it removes the pages, so pages and page map are valid as long
-/// as this object.
+/// - This object owns `pages` pages, mapped in the kernel at `kaddr`, and the one reference to their page map that the
+///   allocation took. The core waits for that reference before it removes the pages, so pages and page map are valid as long
+///   as this object.
+/// - Each address in `mappings` is that of a mapping that this object owns: of [`MAPPING_PAGES`] pages, or of the rest of the
+///   chunk, from page `index * MAPPING_PAGES` on.
 pub(crate) struct PoolChunk {
     function: Function,
     kaddr: usize,
@@ -219,6 +245,9 @@ pub(crate) struct PoolChunk {
     bar_offset: u64,
     /// Whether the BAR is prefetchable, so that writes may be combined.
     combine: bool,
+    /// The write-combining mappings for clearing. Each is made when it is first needed, and kept as long as the chunk. Pages
+    /// without one are cleared at `kaddr`, which is uncached.
+    mappings: KVVec<SetOnce<usize>>,
 }
 
 impl PoolChunk {
@@ -255,14 +284,38 @@ impl PoolChunk {
         unsafe { sys::p2pmem_pages_busy(kaddr, pages) }
     }
 
-    /// Zeroes a range, through a write-combining mapping if the BAR allows it and one can be made. May sleep.
+    /// Zeroes a range, with write combining if the BAR allows it and there is memory for the mappings. May sleep.
     ///
     /// The caller ensures that nobody else uses the range; otherwise the contents are undefined.
     pub(crate) fn clear(&self, offset: u64, size: u64) {
         let (kaddr, pages) = self.part(offset, size);
-        // SAFETY: By the type invariant this object owns the pages, which the kernel maps as I/O memory at `kaddr`;
-        // `part()` keeps the range within the chunk.
-        unsafe { sys::p2pmem_pages_clear(kaddr, pages, self.combine) };
+        let first = (kaddr - self.kaddr) / PAGE_SIZE;
+        for (index, part) in by_mapping(first..first + pages) {
+            let kaddr = self.mapping(index) + part.start * PAGE_SIZE;
+            // SAFETY: By the type invariant this object owns the pages, and `mapping()` returned a mapping of them as I/O memory.
+            // `part()` keeps the range within the chunk, and `by_mapping()` each part within its mapping.
+            unsafe { sys::p2pmem_bar_clear(kaddr as *mut ffi::c_void, part.len()) };
+        }
+    }
+
+    /// Returns the address at which the pages from `index * MAPPING_PAGES` on, the first of which is in the chunk, are mapped:
+    /// with write combining if the BAR allows it, and the mapping exists or can be made. May sleep.
+    fn mapping(&self, index: usize) -> usize {
+        let first = index * MAPPING_PAGES;
+        let kaddr = self.kaddr + first * PAGE_SIZE;
+        let Some(kept) = self.mappings.get(index) else {
+            return kaddr;
+        };
+        if kept.as_ref().is_none() {
+            // SAFETY: By the type invariant this object owns the pages; the range is within the chunk.
+            let made = unsafe { sys::p2pmem_pages_map(kaddr, MAPPING_PAGES.min(self.pages - first)) };
+            // INVARIANT: The mapping was made above, of the pages for this index.
+            if made != 0 && !kept.populate(made) {
+                // SAFETY: Another thread was faster. Nobody else has this mapping, which was made above.
+                unsafe { sys::p2pmem_pages_unmap(made) };
+            }
+        }
+        kept.copy().unwrap_or(kaddr)
     }
 
     /// Maps the page at `offset` of a buffer, which is `size` bytes from `start` on, at the address of the fault, and the pages
@@ -474,6 +527,10 @@ fn covers((first, has): (u64, u64), phys: u64, size: u64) -> bool {
 impl Drop for PoolChunk {
     /// Returns the pages to the pool, once nobody else refers to them. May sleep.
     fn drop(&mut self) {
+        for kaddr in self.mappings.iter().filter_map(SetOnce::copy) {
+            // SAFETY: By the type invariant this object owns the mapping, which nobody uses any more.
+            unsafe { sys::p2pmem_pages_unmap(kaddr) };
+        }
         // SAFETY: By the type invariant this object owns the pages, which came from one allocation from the function's
         // pool, and the reference to the page map, which the call drops. Nobody uses the object any more.
         unsafe { sys::p2pmem_pages_release(self.function.as_raw(), self.kaddr, self.pages) };
@@ -485,6 +542,21 @@ mod tests {
     use super::*;
 
     const PAGE: u64 = PAGE_SIZE as u64;
+
+    #[test]
+    fn pages_are_split_by_mappings() {
+        let last = MAPPING_PAGES - 1;
+        assert!(by_mapping(7..7).eq([]));
+        assert!(by_mapping(MAPPING_PAGES..MAPPING_PAGES).eq([]));
+        assert!(by_mapping(0..1).eq([(0, 0..1)]));
+        assert!(by_mapping(last..MAPPING_PAGES).eq([(0, last..MAPPING_PAGES)]));
+        assert!(by_mapping(MAPPING_PAGES..MAPPING_PAGES + 2).eq([(1, 0..2)]));
+        assert!(by_mapping(last..2 * MAPPING_PAGES + 1).eq([
+            (0, last..MAPPING_PAGES),
+            (1, 0..MAPPING_PAGES),
+            (2, 0..1)
+        ]));
+    }
 
     #[test]
     fn range_must_be_whole_pages_inside_bar() {

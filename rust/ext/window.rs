@@ -193,7 +193,7 @@ impl Window {
     pub(super) fn clear(&self, offset: u64, size: u64) {
         let (offset, size) = self.part(offset, size);
         // SAFETY: By the type invariant `kaddr` maps the window as I/O memory; `part()` keeps the range within it.
-        unsafe { sys::p2pmem_window_clear(self.kaddr.as_ptr().byte_add(offset as usize), size as usize) };
+        unsafe { sys::p2pmem_bar_clear(self.kaddr.as_ptr().byte_add(offset as usize), size as usize / PAGE_SIZE) };
     }
 
     /// Maps page frames from `offset` on at the address of the fault: at most `size` bytes, and no more than the page table

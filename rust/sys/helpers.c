@@ -274,44 +274,51 @@ int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long
 }
 
 /*
- * Zeroes @size bytes of a BAR, at least one, and waits until the device has the zeroes. Stores to a BAR are posted, and PCIe
- * orders them only with what travels the same path: without the read, a late zero could overwrite data that a NIC below the
- * same switch writes for the next owner. wmb() empties the buffers for write combining before the read.
+ * Zeroes @npages pages of a BAR that are mapped at @kaddr. May sleep.
+ *
+ * Waits for each 2 MiB until the device has the zeroes. Stores to a BAR are posted, and PCIe orders them only with what
+ * travels the same path: without the read, a late zero could overwrite data that a NIC below the same switch writes for
+ * the next owner. wmb() empties the buffers for write combining before the read.
  */
-static void clear_bar(void *kaddr, size_t size)
+void p2pmem_bar_clear(void *kaddr, unsigned long npages)
 {
-	memset_io((void __iomem *)kaddr, 0, size);
-	wmb();
-	readb((void __iomem *)(kaddr + size - 1));
+	unsigned long n;
+
+	for (; npages; npages -= n) {
+		n = min(npages, BATCH);
+		memset_io((void __iomem *)kaddr, 0, n << PAGE_SHIFT);
+		wmb();
+		kaddr += n << PAGE_SHIFT;
+		readb((void __iomem *)(kaddr - 1));
+		cond_resched();
+	}
 }
 
 /*
- * Zeroes BAR memory that is mapped at @kaddr. With @combine, uses write-combining mappings of up to 2 MiB each, or @kaddr
- * where none can be made. May sleep.
+ * Maps pages of a BAR once more, with write combining, until p2pmem_pages_unmap(). The kernel's own mapping at @kaddr is
+ * uncached. On x86 a mapping by ioremap_wc() would get the same type, because the kernel tracks the type of the range; it
+ * does not track vmap(). Returns 0 without memory or address space. May sleep.
  */
-void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine)
+unsigned long p2pmem_pages_map(unsigned long kaddr, unsigned long npages)
 {
-	struct page *page = virt_to_page((void *)kaddr), **pages = NULL;
-	unsigned long done, n, i;
+	struct page *page = virt_to_page((void *)kaddr), **pages;
+	unsigned long i;
 	void *map;
 
-	if (combine)
-		pages = kmalloc_array(min(npages, BATCH), sizeof(*pages), GFP_KERNEL | __GFP_NOWARN);
-	for (done = 0; done < npages; done += n) {
-		n = min(npages - done, BATCH);
-		map = NULL;
-		if (pages) {
-			for (i = 0; i < n; i++)
-				pages[i] = page + done + i;
-			/* With memory encryption PAGE_KERNEL is encrypted, and the device has no key. */
-			map = vmap(pages, n, VM_MAP, pgprot_writecombine(pgprot_decrypted(PAGE_KERNEL)));
-		}
-		clear_bar(map ?: (void *)(kaddr + (done << PAGE_SHIFT)), n << PAGE_SHIFT);
-		if (map)
-			vunmap(map);
-		cond_resched();
-	}
-	kfree(pages);
+	pages = kvmalloc_array(npages, sizeof(*pages), GFP_KERNEL | __GFP_NOWARN);
+	if (!pages)
+		return 0;
+	for (i = 0; i < npages; i++)
+		pages[i] = page + i;
+	/* With memory encryption PAGE_KERNEL is encrypted, and the device has no key. */
+	map = vmap(pages, npages, VM_MAP, pgprot_writecombine(pgprot_decrypted(PAGE_KERNEL)));
+	kvfree(pages);
+	return (unsigned long)map;
+}
+
+void p2pmem_pages_unmap(unsigned long kaddr)
+{
+	vunmap((void *)kaddr);
 }
 
 /* Returns the physical range of the page map that @kaddr belongs to: the argument of the driver's pci_p2pdma_add_resource(). */
@@ -332,17 +339,6 @@ u64 p2pmem_page_phys(unsigned long kaddr)
 void *p2pmem_window_map(u64 phys, size_t size, bool combine)
 {
 	return (void __force *)(combine ? ioremap_wc(phys, size) : ioremap(phys, size));
-}
-
-void p2pmem_window_clear(void *kaddr, size_t size)
-{
-	size_t done, n;
-
-	for (done = 0; done < size; done += n) {
-		n = min(size - done, BATCH << PAGE_SHIFT);
-		clear_bar(kaddr + done, n);
-		cond_resched();
-	}
 }
 
 /*

@@ -32,13 +32,15 @@ void p2pmem_pages_hold(unsigned long kaddr, unsigned long npages);
 unsigned long p2pmem_pages_busy(unsigned long kaddr, unsigned long npages);
 void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned long npages);
 int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long npages, unsigned long index, bool large);
-void p2pmem_pages_clear(unsigned long kaddr, unsigned long npages, bool combine);
+unsigned long p2pmem_pages_map(unsigned long kaddr, unsigned long npages);
+void p2pmem_pages_unmap(unsigned long kaddr);
 void p2pmem_pages_range(unsigned long kaddr, u64 *start, u64 *len);
 u64 p2pmem_page_phys(unsigned long kaddr);
 
+void p2pmem_bar_clear(void *kaddr, unsigned long npages);
+
 /* Windows: BAR memory without struct pages. */
 void *p2pmem_window_map(u64 phys, size_t size, bool combine);
-void p2pmem_window_clear(void *kaddr, size_t size);
 int p2pmem_pfns_insert(struct vm_fault *vmf, unsigned long pfn, unsigned long npages, bool large);
 
 struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
