@@ -36,6 +36,7 @@
 #include <linux/suspend.h>
 #include <linux/timekeeping.h>
 #include <linux/topology.h>
+#include <linux/unroll.h>
 #include <linux/vmalloc.h>
 
 #include "helpers.h"
@@ -45,6 +46,9 @@ static_assert(PMD_SIZE == PAGE_SIZE << (PAGE_SHIFT - 3));
 
 /* Pages that one batch handles: 2 MiB for every page size. */
 #define BATCH ((unsigned long)SZ_2M >> PAGE_SHIFT)
+
+/* Words that one round of clearing stores. A page is a multiple of them. */
+#define CLEAR_WORDS 32
 
 /*
  * Struct pages of published BAR memory. A block is as many pages as one page table maps, aligned to their size. The pages
@@ -276,20 +280,29 @@ int p2pmem_pages_insert(struct vm_fault *vmf, unsigned long kaddr, unsigned long
 /*
  * Zeroes @npages pages of a BAR that are mapped at @kaddr. May sleep.
  *
+ * Stores words of eight bytes in ascending order. With write combining they fill one buffer of the processor after the other,
+ * so the device gets whole lines. Without, each word is one write: memset_io() of x86 is memset(), which on many processors
+ * stores single bytes there, and takes more instructions on the others.
+ *
  * Waits for each 2 MiB until the device has the zeroes. Stores to a BAR are posted, and PCIe orders them only with what
  * travels the same path: without the read, a late zero could overwrite data that a NIC below the same switch writes for
  * the next owner. wmb() empties the buffers for write combining before the read.
  */
 void p2pmem_bar_clear(void *kaddr, unsigned long npages)
 {
+	u64 __iomem *at = (void __iomem *)kaddr, *end;
 	unsigned long n;
+	unsigned int i;
 
 	for (; npages; npages -= n) {
 		n = min(npages, BATCH);
-		memset_io((void __iomem *)kaddr, 0, n << PAGE_SHIFT);
+		for (end = at + n * PAGE_SIZE / sizeof(*at); at < end; at += CLEAR_WORDS) {
+			unrolled_count(CLEAR_WORDS)
+			for (i = 0; i < CLEAR_WORDS; i++)
+				__raw_writeq(0, at + i);
+		}
 		wmb();
-		kaddr += n << PAGE_SHIFT;
-		readb((void __iomem *)(kaddr - 1));
+		readb(end - 1);
 		cond_resched();
 	}
 }
