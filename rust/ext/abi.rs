@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Structures, constants and ioctl numbers of the uapi header, and the copy of the user's words that the ioctls use.
+//! Structures and constants of the uapi header, and the copy of the user's words that the ioctls use.
 //!
 //! [`read_words`] may sleep. The rest is constants and runs in any context; nothing here takes a lock.
 //!
@@ -10,7 +10,6 @@ use core::mem::size_of;
 use kernel::{
     bindings,
     error::Error,
-    ioctl::{_IOR, _IOW, _IOWR},
     prelude::*,
     transmute::{AsBytes, FromBytes},
     uaccess::UserPtr,
@@ -151,59 +150,8 @@ pub(crate) mod consts {
     pub(crate) const EVENT_ATTACHMENT_STOPPED: u32 = sys::p2pmem_event_type_P2PMEM_EVENT_ATTACHMENT_STOPPED;
 }
 
-/// The ioctl numbers, with the size of this version's structures.
-pub(crate) mod ioc {
-    use super::*;
-
-    const MAGIC: u32 = crate::sys::P2PMEM_IOC_MAGIC;
-    pub(crate) const INFO: u32 = _IOR::<Info>(MAGIC, 0x00);
-    pub(crate) const LIST: u32 = _IOWR::<List>(MAGIC, 0x01);
-    pub(crate) const PATHS: u32 = _IOWR::<Paths>(MAGIC, 0x02);
-    pub(crate) const ALLOC: u32 = _IOWR::<Alloc>(MAGIC, 0x03);
-    pub(crate) const FREE: u32 = _IOW::<Free>(MAGIC, 0x04);
-    pub(crate) const BUFFER: u32 = _IOWR::<Buffer>(MAGIC, 0x05);
-    pub(crate) const EXPLAIN: u32 = _IOWR::<Explain>(MAGIC, 0x06);
-    pub(crate) const STATS: u32 = _IOWR::<Stats>(MAGIC, 0x07);
-    pub(crate) const EXPORT_DMABUF: u32 = _IOWR::<Export>(MAGIC, 0x08);
-    pub(crate) const RULES: u32 = _IOW::<Rules>(MAGIC, 0x09);
-    pub(crate) const IMPORT: u32 = _IOWR::<Import>(MAGIC, 0x0a);
-    pub(crate) const STRIPE: u32 = _IOWR::<Stripe>(MAGIC, 0x0b);
-    pub(crate) const ATTACH_DMABUF: u32 = _IOWR::<Attach>(MAGIC, 0x0c);
-    pub(crate) const DETACH_DMABUF: u32 = _IOW::<Detach>(MAGIC, 0x0d);
-    pub(crate) const ATTACHMENT: u32 = _IOWR::<Attachment>(MAGIC, 0x0e);
-}
-
-/// Clears the size in an ioctl number.
-///
-/// The size is that of the caller's structure, which differs between versions of the ABI. The module dispatches on the
-/// rest.
-pub(crate) const fn sizeless(cmd: u32) -> u32 {
-    cmd & !(bindings::_IOC_SIZEMASK << bindings::_IOC_SIZESHIFT)
-}
-
-/// The ioctl numbers without the size: direction, type and number.
-pub(crate) mod calls {
-    use super::{
-        ioc,
-        sizeless, //
-    };
-
-    pub(crate) const INFO: u32 = sizeless(ioc::INFO);
-    pub(crate) const LIST: u32 = sizeless(ioc::LIST);
-    pub(crate) const PATHS: u32 = sizeless(ioc::PATHS);
-    pub(crate) const ALLOC: u32 = sizeless(ioc::ALLOC);
-    pub(crate) const FREE: u32 = sizeless(ioc::FREE);
-    pub(crate) const BUFFER: u32 = sizeless(ioc::BUFFER);
-    pub(crate) const EXPLAIN: u32 = sizeless(ioc::EXPLAIN);
-    pub(crate) const STATS: u32 = sizeless(ioc::STATS);
-    pub(crate) const EXPORT_DMABUF: u32 = sizeless(ioc::EXPORT_DMABUF);
-    pub(crate) const RULES: u32 = sizeless(ioc::RULES);
-    pub(crate) const IMPORT: u32 = sizeless(ioc::IMPORT);
-    pub(crate) const STRIPE: u32 = sizeless(ioc::STRIPE);
-    pub(crate) const ATTACH_DMABUF: u32 = sizeless(ioc::ATTACH_DMABUF);
-    pub(crate) const DETACH_DMABUF: u32 = sizeless(ioc::DETACH_DMABUF);
-    pub(crate) const ATTACHMENT: u32 = sizeless(ioc::ATTACHMENT);
-}
+/// The type of the ioctl numbers.
+pub(crate) const MAGIC: u32 = crate::sys::P2PMEM_IOC_MAGIC;
 
 /// Asserts the sizes of structures of the header and implements [`FromBytes`] and [`AsBytes`] for them.
 macro_rules! travel {
@@ -230,38 +178,6 @@ travel! {
 #[kernel::prelude::kunit_tests(p2pmem_uapi)]
 mod tests {
     use super::*;
-    use kernel::ioctl::{_IOC_DIR, _IOC_NR, _IOC_SIZE, _IOC_TYPE};
-
-    #[test]
-    fn ioctl_numbers_encode_direction_and_size() {
-        const READ: u32 = 2;
-        const WRITE: u32 = 1;
-        let all = [
-            (ioc::INFO, READ, size_of::<Info>()),
-            (ioc::LIST, READ | WRITE, size_of::<List>()),
-            (ioc::PATHS, READ | WRITE, size_of::<Paths>()),
-            (ioc::ALLOC, READ | WRITE, size_of::<Alloc>()),
-            (ioc::FREE, WRITE, size_of::<Free>()),
-            (ioc::BUFFER, READ | WRITE, size_of::<Buffer>()),
-            (ioc::EXPLAIN, READ | WRITE, size_of::<Explain>()),
-            (ioc::STATS, READ | WRITE, size_of::<Stats>()),
-            (ioc::EXPORT_DMABUF, READ | WRITE, size_of::<Export>()),
-            (ioc::RULES, WRITE, size_of::<Rules>()),
-            (ioc::IMPORT, READ | WRITE, size_of::<Import>()),
-            (ioc::STRIPE, READ | WRITE, size_of::<Stripe>()),
-            (ioc::ATTACH_DMABUF, READ | WRITE, size_of::<Attach>()),
-            (ioc::DETACH_DMABUF, WRITE, size_of::<Detach>()),
-            (ioc::ATTACHMENT, READ | WRITE, size_of::<Attachment>()),
-        ];
-        let mut next = 0;
-        for (number, dir, size) in all {
-            assert_eq!(_IOC_TYPE(number), crate::sys::P2PMEM_IOC_MAGIC);
-            assert_eq!(_IOC_NR(number), next);
-            assert_eq!(_IOC_DIR(number), dir);
-            assert_eq!(_IOC_SIZE(number), size);
-            next += 1;
-        }
-    }
 
     #[test]
     fn structure_round_trips_through_bytes() {

@@ -9,19 +9,13 @@ use crate::{
         abi,
         refusal::{
             refuse,
-            Answer, //
+            Answer,
+            Refusal, //
         }, //
     },
-    uapi::{
-        argument::Argument,
-        events::Events,
-        handles::Handles, //
-    }, //
+    uapi::file::File, //
 };
-use kernel::{
-    prelude::*,
-    sync::{Arc, Mutex},
-};
+use kernel::prelude::*;
 
 /// The attachments of a file: none.
 pub(super) struct Attachments;
@@ -34,24 +28,31 @@ impl Attachments {
         Self
     }
 
+    /// The file is closed.
+    pub(super) fn end(&self) {}
+}
+
+impl File {
     /// `P2PMEM_IOC_ATTACH_DMABUF`.
-    pub(super) fn attach_ioctl(&self, _: &Mutex<Handles>, _: &Arc<Events>, arg: Argument) -> Answer {
-        self.describe_ioctl(arg)
+    pub(super) fn attach(&self, _: &mut abi::Attach) -> Answer {
+        Err(absent())
     }
 
     /// `P2PMEM_IOC_DETACH_DMABUF`.
-    pub(super) fn detach_ioctl(&self, _: &Mutex<Handles>, arg: Argument) -> Answer {
-        self.describe_ioctl(arg)
+    pub(super) fn detach(&self, _: &mut abi::Detach) -> Answer {
+        Err(absent())
     }
 
     /// `P2PMEM_IOC_ATTACHMENT`.
-    pub(super) fn describe_ioctl(&self, _: Argument) -> Answer {
-        Err(refuse!(
-            abi::errno(abi::EOPNOTSUPP),
-            "this module was built without attachments to dma-bufs (P2PMEM_ATTACH=n)"
-        ))
+    pub(super) fn attachment(&self, _: &mut abi::Attachment) -> Answer {
+        Err(absent())
     }
+}
 
-    /// The file is closed.
-    pub(super) fn end(&self) {}
+/// Returns the refusal of every call.
+fn absent() -> Refusal {
+    refuse!(
+        abi::errno(abi::EOPNOTSUPP),
+        "this module was built without attachments to dma-bufs (P2PMEM_ATTACH=n)"
+    )
 }

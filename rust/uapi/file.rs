@@ -35,6 +35,7 @@ use crate::{
     },
     share::export_count::ExportCount,
     uapi::{
+        argument::Undo,
         attachments::Attachments,
         events::Events,
         handles::{
@@ -107,14 +108,18 @@ impl File {
     // Handles
 
     /// Gives a buffer a new handle. Errors: `ENOMEM`, `EMFILE` (the file's limit).
-    pub(super) fn insert(&self, holder: Holder) -> Answer<u32> {
+    pub(super) fn insert(&self, holder: Holder) -> Answer<NewHandle<'_>> {
         // Allocates before it takes the lock.
         let slot = Slot::new()?;
         let mut handles = self.handles.lock();
         match handles.number() {
             Ok(handle) => {
                 handles.insert(handle, holder, slot);
-                Ok(handle)
+                Ok(NewHandle {
+                    file: self,
+                    number: handle,
+                    close: Self::free_handle,
+                })
             }
             Err(refusal) => {
                 // Dropping the holder may end the buffer, which takes other locks.
@@ -126,13 +131,13 @@ impl File {
     }
 
     /// Returns the buffer of a handle. Errors: `ENOENT`.
-    pub(super) fn buffer(&self, handle: u32) -> Answer<Arc<Buffer>> {
+    pub(super) fn find_buffer(&self, handle: u32) -> Answer<Arc<Buffer>> {
         let found = self.handles.lock().buffer(handle);
         found.ok_or_else(|| refuse!(ENOENT, "there is no handle {} on this file", handle))
     }
 
     /// Frees a handle, and the buffer if this was its last holder. Errors: `ENOENT`.
-    pub(super) fn free(&self, handle: u32) -> Answer {
+    pub(super) fn free_handle(&self, handle: u32) -> Answer {
         let holder = self.handles.lock().remove(handle);
         // The lock is released: dropping the holder may end the buffer.
         match holder {
@@ -218,6 +223,27 @@ impl File {
     pub(super) fn replace_rules(&self, new: Option<Arc<RuleSet>>) {
         let old = core::mem::replace(&mut *self.rules.lock(), new);
         drop(old);
+    }
+}
+
+/// A new handle, whose number the caller of the ioctl does not have yet. Dropping it closes the handle.
+pub(super) struct NewHandle<'a> {
+    pub(super) file: &'a File,
+    pub(super) number: u32,
+    /// Closes the handle.
+    pub(super) close: fn(&File, u32) -> Answer,
+}
+
+impl Undo for NewHandle<'_> {
+    fn keep(self) {
+        core::mem::forget(self);
+    }
+}
+
+impl Drop for NewHandle<'_> {
+    fn drop(&mut self) {
+        // An error means that another thread has closed the handle.
+        let _ = (self.close)(self.file, self.number);
     }
 }
 

@@ -33,9 +33,9 @@ use crate::{
         }, //
     },
     uapi::argument::{
+        array,
         no_flags,
-        no_reserved,
-        ArrayReader, //
+        no_reserved, //
     }, //
 };
 use kernel::{
@@ -56,7 +56,7 @@ pub(crate) fn read(arg: &abi::Rules, orchestrator: &Orchestrator) -> Answer<Opti
             consts::MAX_RULES
         ));
     }
-    let mut reader = ArrayReader::new(arg.rules, arg.count, arg.rule_size)?;
+    let (mut reader, _) = array(arg.rules, arg.count, arg.rule_size)?;
     let mut rules: KVec<Rule> = KVec::with_capacity(arg.count as usize, GFP_KERNEL_ACCOUNT)?;
     for index in 0..arg.count {
         let rule = one(&reader.read()?, index)?;

@@ -15,7 +15,6 @@ use crate::{
     ext::{
         abi::{
             self,
-            calls,
             consts, //
         },
         log,
@@ -34,14 +33,17 @@ use crate::{
     },
     uapi::{
         argument::{
-            self,
+            array,
             no_flags,
             no_reserved,
-            Argument,
-            ArrayWriter, //
+            structures,
+            Undo, //
         },
         attachments::Attachments,
-        file::File,
+        file::{
+            File,
+            NewHandle, //
+        },
         file_rules,
         request::{
             self,
@@ -53,143 +55,116 @@ use core::mem::{offset_of, size_of};
 use kernel::{
     ffi,
     fs::{file::FileDescriptorReservation, File as KernelFile},
-    ioctl::_IOC_SIZE,
+    ioctl::{_IOC_DIR, _IOC_SIZE, _IOR, _IOW, _IOWR},
     page::{PAGE_SHIFT, PAGE_SIZE},
     prelude::*,
     sync::{aref::ARef, Arc},
     transmute::{AsBytes, FromBytes},
-    uaccess::UserPtr,
+    uaccess::{UserPtr, UserSlice},
+    uapi,
 };
 
-impl File {
-    /// Runs one ioctl. `cmd` has the number of the ioctl and the size of the caller's structure, and `arg` its address.
-    ///
-    /// Errors: `ENOTTY` (no such ioctl), `EFAULT`, `EINVAL`, `E2BIG` (the sizes, see [`Argument`]), and those of the ioctl.
-    pub(super) fn ioctl(&self, cmd: u32, arg: UserPtr) -> Result {
-        let arg = Argument {
-            at: arg,
-            size: _IOC_SIZE(cmd),
-        };
-        let (what, answer) = match abi::sizeless(cmd) {
-            calls::INFO => {
-                let mut info = abi::Info::default();
-                let least = offset_of!(abi::Info, features);
-                let answer = arg
-                    .at_least(least)
-                    .and_then(|()| self.info(&mut info))
-                    .and_then(|()| arg.answer(&info));
-                ("INFO", answer)
-            }
-            calls::LIST => (
-                "LIST",
-                arg.exchange(offset_of!(abi::List, reserved), |a| self.list(a), true),
-            ),
-            calls::PATHS => ("PATHS", arg.exchange(size_of::<abi::Paths>(), |a| self.paths(a), true)),
-            calls::ALLOC => (
-                "ALLOC",
-                self.exchange_handle(arg, offset_of!(abi::Alloc, provider), |a: &mut abi::Alloc| {
-                    self.alloc(a)?;
-                    Ok(a.handle)
-                }),
-            ),
-            calls::STRIPE => {
-                let mut parts = KVec::new();
-                let answer = arg.exchange(
-                    offset_of!(abi::Stripe, reserved),
-                    |arg: &mut abi::Stripe| {
-                        parts = self.stripe(arg)?;
-                        let mut out = ArrayWriter::new(arg.parts, arg.nr_parts, arg.part_size)?;
-                        for part in &parts {
-                            out.write(part)?;
-                        }
-                        Ok(())
-                    },
-                    true,
-                );
-                if answer.is_err() {
-                    self.free_parts(&parts);
-                }
-                ("STRIPE", answer)
-            }
-            calls::IMPORT => (
-                "IMPORT",
-                self.exchange_handle(arg, offset_of!(abi::Import, provider), |a: &mut abi::Import| {
-                    self.import(a)?;
-                    Ok(a.handle)
-                }),
-            ),
-            calls::FREE => (
-                "FREE",
-                arg.exchange(offset_of!(abi::Free, flags), |a| self.free_ioctl(a), false),
-            ),
-            calls::BUFFER => (
-                "BUFFER",
-                arg.exchange(offset_of!(abi::Buffer, size), |a| self.buffer_ioctl(a), true),
-            ),
-            calls::EXPLAIN => (
-                "EXPLAIN",
-                arg.exchange(offset_of!(abi::Explain, error), |a| self.explain(a), true),
-            ),
-            calls::RULES => (
-                "RULES",
-                arg.exchange(offset_of!(abi::Rules, reserved), |a| self.set_rules(a), false),
-            ),
-            calls::STATS => (
-                "STATS",
-                arg.exchange(offset_of!(abi::Stats, flags), |a| self.stats(a), true),
-            ),
-            calls::EXPORT_DMABUF => {
-                let mut made = None;
-                let answer = arg.exchange(
-                    offset_of!(abi::Export, reserved),
-                    |a| {
-                        made = Some(self.export(a)?);
-                        Ok(())
-                    },
-                    true,
-                );
-                if let (Ok(()), Some(descriptor)) = (&answer, made) {
-                    descriptor.install();
-                }
-                ("EXPORT_DMABUF", answer)
-            }
-            calls::ATTACH_DMABUF => (
-                "ATTACH_DMABUF",
-                self.attachments.attach_ioctl(&self.handles, &self.events, arg),
-            ),
-            calls::DETACH_DMABUF => ("DETACH_DMABUF", self.attachments.detach_ioctl(&self.handles, arg)),
-            calls::ATTACHMENT => ("ATTACHMENT", self.attachments.describe_ioctl(arg)),
-            _ => return Err(ENOTTY),
-        };
-        answer.map_err(|refusal| {
-            self.refused(what, &refusal);
-            refusal.error
-        })
-    }
+/// Declares the ioctls, one a line: name, direction, number, structure, last essential field, and method of [`File`].
+///
+/// A structure of the caller that ends before the end of the last essential field is refused. The method returns what undoes the
+/// ioctl if the structure cannot be copied back ([`Undo`]).
+macro_rules! ioctls {
+    ($($name:ident = $direction:ident($number:literal, $structure:ident), $last:ident => $method:ident;)*) => {
+        /// The ioctl numbers without the size: direction, type and number.
+        mod calls {
+            use super::*;
 
-    /// As [`Argument::exchange`], for a `method` that returns a new handle. Frees the handle if the structure cannot be copied
-    /// back, as the caller never learns the handle then.
-    fn exchange_handle<T: FromBytes + AsBytes + Default>(
-        &self,
-        arg: Argument,
-        least: usize,
-        method: impl FnOnce(&mut T) -> Answer<u32>,
-    ) -> Answer {
-        let mut made = None;
-        let answer = arg.exchange(
-            least,
-            |value| {
-                made = Some(method(value)?);
-                Ok(())
-            },
-            true,
-        );
-        if let (Err(_), Some(handle)) = (&answer, made) {
-            let _ = self.free(handle);
+            $(pub(super) const $name: u32 = sizeless($direction::<abi::$structure>(abi::MAGIC, $number));)*
         }
-        answer
-    }
 
+        impl File {
+            /// Runs one ioctl. `cmd` has the number of the ioctl and the size of the caller's structure, and `arg` its address.
+            ///
+            /// Errors: `ENOTTY` (no such ioctl), `EFAULT`, `EINVAL`, `E2BIG` (the sizes, see [`argument`](super::argument)),
+            /// and those of the ioctl.
+            pub(super) fn ioctl(&self, cmd: u32, arg: UserPtr) -> Result {
+                let (what, answer) = match sizeless(cmd) {
+                    $(calls::$name => {
+                        let least = offset_of!(abi::$structure, $last) + size_of_field(|a: &abi::$structure| &a.$last);
+                        (stringify!($name), exchange(cmd, arg, least, |a| self.$method(a)))
+                    })*
+                    _ => return Err(ENOTTY),
+                };
+                answer.map_err(|refusal| {
+                    self.refused(what, &refusal);
+                    refusal.error
+                })
+            }
+        }
+
+        /// The ioctl numbers with the size of this version's structures, in the order of the table.
+        #[cfg(CONFIG_KUNIT)]
+        const NUMBERS: &[u32] = &[$($direction::<abi::$structure>(abi::MAGIC, $number)),*];
+    };
+}
+
+ioctls! {
+    INFO = _IOR(0x00, Info), page_size => info;
+    LIST = _IOWR(0x01, List), provider_size => list;
+    PATHS = _IOWR(0x02, Paths), path_size => paths;
+    ALLOC = _IOWR(0x03, Alloc), handle => alloc;
+    FREE = _IOW(0x04, Free), handle => free;
+    BUFFER = _IOWR(0x05, Buffer), provider => buffer;
+    EXPLAIN = _IOWR(0x06, Explain), flags => explain;
+    STATS = _IOWR(0x07, Stats), provider => stats;
+    EXPORT_DMABUF = _IOWR(0x08, Export), range_size => export;
+    RULES = _IOW(0x09, Rules), rule_size => set_rules;
+    IMPORT = _IOWR(0x0a, Import), handle => import;
+    STRIPE = _IOWR(0x0b, Stripe), part_size => stripe;
+    ATTACH_DMABUF = _IOWR(0x0c, Attach), range_size => attach;
+    DETACH_DMABUF = _IOW(0x0d, Detach), handle => detach;
+    ATTACHMENT = _IOWR(0x0e, Attachment), range_size => attachment;
+}
+
+/// Clears the size in an ioctl number: the size of the caller's structure differs between versions of the ABI.
+const fn sizeless(cmd: u32) -> u32 {
+    cmd & !(uapi::_IOC_SIZEMASK << uapi::_IOC_SIZESHIFT)
+}
+
+/// Returns the size of the field that a function returns.
+const fn size_of_field<T, F>(_: fn(&T) -> &F) -> usize {
+    size_of::<F>()
+}
+
+/// Copies the structure from user space, calls `method`, and copies the structure back. If that fails, what `method` returned
+/// undoes the ioctl. The direction in `cmd` says which of the copies the ioctl has.
+///
+/// Errors: `EINVAL` (the caller's structure is shorter than `least` bytes), `E2BIG`, `EFAULT`, and those of `method`.
+fn exchange<T: FromBytes + AsBytes + Default, U: Undo>(
+    cmd: u32,
+    arg: UserPtr,
+    least: usize,
+    method: impl FnOnce(&mut T) -> Answer<U>,
+) -> Answer {
+    let size = _IOC_SIZE(cmd);
+    if size < least {
+        return Err(refuse!(
+            EINVAL,
+            "the argument has {} bytes, at least {} are needed",
+            size,
+            least
+        ));
+    }
+    let (mut reader, mut writer) = structures(arg, 1, size);
+    let mut value = if _IOC_DIR(cmd) & uapi::_IOC_WRITE != 0 {
+        reader.read()?
+    } else {
+        T::default()
+    };
+    let undo = method(&mut value)?;
+    if _IOC_DIR(cmd) & uapi::_IOC_READ != 0 {
+        writer.write(&value)?;
+    }
+    undo.keep();
+    Ok(())
+}
+
+impl File {
     /// Describes the module and its totals.
     fn info(&self, info: &mut abi::Info) -> Answer {
         let providers = self.orchestrator.providers()?;
@@ -219,7 +194,7 @@ impl File {
         no_flags(list.flags, 0)?;
         no_reserved(list.reserved)?;
         let providers = self.orchestrator.providers()?;
-        let mut out = ArrayWriter::new(list.providers, list.count, list.provider_size)?;
+        let (_, mut out) = array(list.providers, list.count, list.provider_size)?;
         for provider in providers.iter().take(list.count as usize) {
             out.write(&provider.describe())?;
         }
@@ -245,7 +220,7 @@ impl File {
         let clients = names.as_slice();
         let snapshot = self.orchestrator.snapshot(clients)?;
         let (providers, all) = (&snapshot.parts.providers, &snapshot.parts.paths);
-        let mut out = ArrayWriter::new(paths.paths, paths.nr_paths, paths.path_size)?;
+        let (_, mut out) = array(paths.paths, paths.nr_paths, paths.path_size)?;
         for (i, path) in all.iter().take(paths.nr_paths as usize).enumerate() {
             out.write(&abi::Path {
                 provider: providers[i / clients.len()].id,
@@ -268,7 +243,7 @@ impl File {
     }
 
     /// Allocates a buffer and gives it a handle.
-    fn alloc(&self, alloc: &mut abi::Alloc) -> Answer {
+    fn alloc(&self, alloc: &mut abi::Alloc) -> Answer<NewHandle<'_>> {
         no_reserved(alloc.reserved)?;
         let request = self.request(&alloc.req)?;
         if request.strategy == consts::STRATEGY_STRIPE {
@@ -285,12 +260,13 @@ impl File {
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
         alloc.bar_offset = holder.bar_offset;
         alloc.class = class;
-        alloc.handle = self.insert(holder)?;
-        Ok(())
+        let new = self.insert(holder)?;
+        alloc.handle = new.number;
+        Ok(new)
     }
 
-    /// Allocates a stripe and returns its parts.
-    fn stripe(&self, arg: &mut abi::Stripe) -> Answer<KVec<abi::Part>> {
+    /// Allocates a stripe and gives its parts handles.
+    fn stripe(&self, arg: &mut abi::Stripe) -> Answer<KVec<NewHandle<'_>>> {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
         let request = self.request(&arg.req)?;
@@ -316,7 +292,8 @@ impl File {
         if let Some(refusal) = refusal {
             return Err(refusal);
         }
-        let mut parts = KVec::with_capacity(made.len(), GFP_KERNEL_ACCOUNT)?;
+        let (_, mut out) = array(arg.parts, arg.nr_parts, arg.part_size)?;
+        let mut handles = KVec::with_capacity(made.len(), GFP_KERNEL_ACCOUNT)?;
         let mut offset = 0;
         for (holder, class) in made {
             let part = abi::Part {
@@ -329,49 +306,41 @@ impl File {
                 ..Default::default()
             };
             offset += holder.size;
-            let kept = self.insert(holder).and_then(|handle| {
-                parts.push(abi::Part { handle, ..part }, GFP_KERNEL_ACCOUNT)?;
-                Ok(())
-            });
-            if let Err(refusal) = kept {
-                self.free_parts(&parts);
-                return Err(refusal);
-            }
+            let new = self.insert(holder)?;
+            out.write(&abi::Part {
+                handle: new.number,
+                ..part
+            })?;
+            handles.push(new, GFP_KERNEL_ACCOUNT)?;
         }
-        arg.nr_parts = parts.len() as u32;
+        arg.nr_parts = handles.len() as u32;
         arg.size = request.size;
-        Ok(parts)
-    }
-
-    /// Frees parts whose handles the caller never learns.
-    fn free_parts(&self, parts: &[abi::Part]) {
-        for part in parts {
-            let _ = self.free(part.handle);
-        }
+        Ok(handles)
     }
 
     /// Gives the buffer of a dma-buf, which has to span the whole buffer, a handle of this file.
-    fn import(&self, arg: &mut abi::Import) -> Answer {
+    fn import(&self, arg: &mut abi::Import) -> Answer<NewHandle<'_>> {
         no_flags(arg.flags, 0)?;
         let holder = Export::import(arg.fd, self.id)?;
         arg.provider = holder.provider.id;
         arg.size = holder.size;
         arg.mmap_offset = holder.page_offset << PAGE_SHIFT;
         arg.bar_offset = holder.bar_offset;
-        arg.handle = self.insert(holder)?;
-        Ok(())
+        let new = self.insert(holder)?;
+        arg.handle = new.number;
+        Ok(new)
     }
 
     /// Frees a handle.
-    fn free_ioctl(&self, free: &mut abi::Free) -> Answer {
+    fn free(&self, free: &mut abi::Free) -> Answer {
         no_flags(free.flags, 0)?;
-        self.free(free.handle)
+        self.free_handle(free.handle)
     }
 
     /// Describes a buffer.
-    fn buffer_ioctl(&self, arg: &mut abi::Buffer) -> Answer {
+    fn buffer(&self, arg: &mut abi::Buffer) -> Answer {
         no_flags(arg.flags, 0)?;
-        let buffer = self.buffer(arg.handle)?;
+        let buffer = self.find_buffer(arg.handle)?;
         let (state, mappings) = buffer.status();
         arg.provider = buffer.provider.id;
         arg.size = buffer.size;
@@ -385,8 +354,8 @@ impl File {
         Ok(())
     }
 
-    /// Exports a buffer as a dma-buf. The caller installs the descriptor once nothing can fail any more.
-    fn export(&self, arg: &mut abi::Export) -> Answer<Descriptor> {
+    /// Exports a buffer as a dma-buf.
+    fn export(&self, arg: &mut abi::Export) -> Answer<NewDescriptor> {
         no_flags(arg.flags, consts::EXPORT_PINNED | consts::EXPORT_MAPPED)?;
         no_reserved(arg.reserved)?;
         let ranges = request::ranges(arg.ranges, arg.nr_ranges, arg.range_size)?;
@@ -397,7 +366,7 @@ impl File {
             }
             self.mapped(&ranges)?
         } else {
-            let buffer = self.buffer(arg.handle)?;
+            let buffer = self.find_buffer(arg.handle)?;
             range_list::check(&ranges, buffer.size)?;
             let mut list = KVec::new();
             for &range in &ranges {
@@ -410,10 +379,7 @@ impl File {
             .map_err(|e| refuse!(e, "no file descriptor is left for the dma-buf"))?;
         let made = Export::new(buffer, list, pinned, self.id, counted)?;
         arg.fd = slot.reserved_fd() as i32;
-        Ok(Descriptor {
-            slot,
-            file: made.into_file(),
-        })
+        Ok(NewDescriptor(slot, made.into_file()))
     }
 
     /// Returns the one buffer that the calling process has mapped at all these address ranges, and the mapped ranges of it.
@@ -487,7 +453,7 @@ impl File {
                 Decision::Explanation(explanation) => explanation,
             }
         };
-        let mut out = ArrayWriter::new(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
+        let (_, mut out) = array(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
         for verdict in explanation.verdicts.iter().take(explain.nr_verdicts as usize) {
             out.write(verdict)?;
         }
@@ -496,7 +462,8 @@ impl File {
         explain.text_len = match (explain.text_len as usize).checked_sub(1) {
             Some(capacity) => {
                 let cut = text.get(..capacity).unwrap_or(text);
-                let mut out = argument::text_writer(explain.text, explain.text_len)?;
+                let at = UserPtr::from_addr(explain.text as usize);
+                let mut out = UserSlice::new(at, explain.text_len as usize).writer();
                 out.write_slice(cut)?;
                 out.write(&0u8)?;
                 text.len() as u32 + 1
@@ -533,15 +500,25 @@ impl File {
     }
 }
 
-/// A dma-buf and the file descriptor reserved for it.
-struct Descriptor {
-    slot: FileDescriptorReservation,
-    file: ARef<KernelFile>,
+/// The file descriptor reserved for a dma-buf, and the dma-buf. Dropping them releases both.
+struct NewDescriptor(FileDescriptorReservation, ARef<KernelFile>);
+
+impl Undo for NewDescriptor {
+    fn keep(self) {
+        self.0.fd_install(self.1);
+    }
 }
 
-impl Descriptor {
-    /// Installs the file descriptor. The ioctl must not fail afterwards.
-    fn install(self) {
-        self.slot.fd_install(self.file);
+#[kunit_tests(p2pmem_ioctl)]
+mod tests {
+    use super::*;
+    use kernel::ioctl::{_IOC_NR, _IOC_TYPE};
+
+    #[test]
+    fn ioctl_numbers_are_consecutive() {
+        for (at, number) in NUMBERS.iter().enumerate() {
+            assert_eq!(_IOC_TYPE(*number), abi::MAGIC);
+            assert_eq!(_IOC_NR(*number) as usize, at);
+        }
     }
 }

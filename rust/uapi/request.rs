@@ -30,9 +30,7 @@ use crate::{
     uapi::argument::{
         array,
         no_flags,
-        no_reserved,
-        read_sized,
-        ArrayReader, //
+        no_reserved, //
     }, //
 };
 use core::mem::size_of;
@@ -53,7 +51,7 @@ impl ClientNames {
     const EACH: usize = size_of::<abi::PciAddress>();
 
     /// Reads an array of `count` addresses whose elements have `size` bytes. Errors: `E2BIG` (more than `MAX_CLIENTS`), `ENOMEM`,
-    /// and those of [`read_sized`].
+    /// those of [`array`], and those of reading an element.
     pub(super) fn read(at: u64, count: u32, size: u32) -> Answer<Self> {
         const _: () = assert!(ClientNames::EACH == size_of::<u64>());
         let mut names = Self {
@@ -81,11 +79,11 @@ impl ClientNames {
         };
         if size as usize == Self::EACH {
             // The common case is one copy, as every allocation does this.
-            abi::read_words(usize::try_from(at).map_err(|_| EFAULT)?, all)?;
+            abi::read_words(at as usize, all)?;
         } else {
-            let mut reader = array(at, count, size)?.reader();
+            let (mut reader, _) = array(at, count, size)?;
             for name in all {
-                *name = read_sized(&mut reader, size as usize)?;
+                *name = reader.read()?;
             }
         }
         Ok(names)
@@ -100,12 +98,12 @@ impl ClientNames {
     }
 }
 
-/// Reads an array of ranges. Errors: `E2BIG` (more than `MAX_RANGES`), `ENOMEM`, and those of [`read_sized`].
+/// Reads an array of ranges. Errors: `E2BIG` (more than `MAX_RANGES`), `ENOMEM`, those of [`array`], and those of reading an element.
 pub(super) fn ranges(at: u64, count: u32, size: u32) -> Answer<KVec<Range>> {
     if count > consts::MAX_RANGES {
         return Err(range_list::too_many(count.into()));
     }
-    let mut reader = ArrayReader::new(at, count, size)?;
+    let (mut reader, _) = array(at, count, size)?;
     let mut list = KVec::with_capacity(count as usize, GFP_KERNEL_ACCOUNT)?;
     for _ in 0..count {
         let abi::Range { offset, size } = reader.read()?;
