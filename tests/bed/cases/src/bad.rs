@@ -3,12 +3,14 @@
 //! Calls, values, and handles that the ABI and configfs reject, and the errno of each.
 
 use std::fs;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
 use p2pmem_sys as abi;
 
+use super::attach::none_attached;
+use super::dmabuf::{export, exported_buffer};
 use super::{Bed, Case, PROVIDERS, alloc, buffer, errno, expect, free, open, providers, read, request};
 use crate::sys::{self, BAD_POINTERS, Mapping, Memory, bad_argument};
 
@@ -40,6 +42,13 @@ pub(super) const CASES: &[Case] = &[
         topology: "small",
         ruins: false,
         run: arrays,
+    },
+    Case {
+        name: "bad-copy-back",
+        about: "calls whose answer cannot be written fail with EFAULT, and create no handle and no descriptor",
+        topology: "small",
+        ruins: false,
+        run: copy_back,
     },
     Case {
         name: "bad-mmap",
@@ -416,6 +425,59 @@ fn explain_call(fd: std::os::fd::BorrowedFd<'_>, explain: &mut abi::p2pmem_expla
         Memory::Slice(&mut []),
         Memory::Slice(&mut []),
     )
+}
+
+fn copy_back(bed: &mut Bed) -> Result<()> {
+    let file = open()?;
+    let fd = file.as_fd();
+    let (own, dma_buf) = exported_buffer(fd, 4096, 0)?;
+    let host = sys::host_dma_buf(4096)?;
+    let attach = abi::p2pmem_attach {
+        fd: host.as_raw_fd(),
+        provider: bed.provider("accel0")?.id,
+        ..Default::default()
+    };
+    let stripe = abi::p2pmem_stripe {
+        req: abi::p2pmem_request {
+            size: 4096,
+            strategy: abi::P2PMEM_STRATEGY_STRIPE,
+            parts: 1,
+            ..Default::default()
+        },
+        nr_parts: 1,
+        ..Default::default()
+    };
+    let import = abi::p2pmem_import {
+        fd: dma_buf.as_raw_fd(),
+        ..Default::default()
+    };
+    type Call<'a> = &'a dyn Fn() -> Result<(), i32>;
+    let calls: [(&str, Call<'_>); 5] = [
+        ("ALLOC", &|| alloc(fd, 4096).map(drop)),
+        ("STRIPE", &|| {
+            let part = &mut [abi::p2pmem_part::default()];
+            sys::stripe(fd, &mut { stripe }, Memory::Slice(&mut []), Memory::Slice(part))
+        }),
+        ("IMPORT", &|| sys::plain(fd, abi::P2PMEM_IOC_IMPORT, &mut { import })),
+        ("EXPORT_DMABUF", &|| export(fd, own.handle, 0, &[(0, 4096)]).map(drop)),
+        ("ATTACH_DMABUF", &|| {
+            sys::attach(fd, &mut { attach }, Memory::Slice(&mut []))
+        }),
+    ];
+    // The free bytes and buffers of the provider, the handles and dma-bufs of the buffer, and this process's descriptors.
+    let state = || -> Result<_> {
+        let buffer = buffer(fd, own.handle).map_err(errno)?;
+        let descriptors = fs::read_dir("/proc/self/fd")?.count();
+        Ok((bed.settled()?, buffer.handles, buffer.exports, descriptors))
+    };
+    let before = state()?;
+    for (name, call) in calls {
+        expect(name, sys::from_read_only(call), libc::EFAULT)?;
+        let after = state()?;
+        ensure!(after == before, "{name}: {after:?}, before {before:?}");
+        none_attached()?;
+    }
+    Ok(())
 }
 
 fn mappings(bed: &mut Bed) -> Result<()> {

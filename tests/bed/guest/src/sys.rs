@@ -65,7 +65,7 @@ impl<T> Memory<'_, T> {
 }
 
 thread_local! {
-    /// Bits of [`RECORDED`] and [`BY_32_BIT`]. One variable for both: the benchmark counts the instructions of a plain call.
+    /// Bits of [`RECORDED`], [`BY_32_BIT`], and [`READ_ONLY`]. One variable: the benchmark counts the instructions of a plain call.
     static MODE: Cell<u8> = const { Cell::new(0) };
     /// The ioctls that this thread has made while [`RECORDED`] was set: a bit for each number.
     static CALLED: Cell<u32> = const { Cell::new(0) };
@@ -75,6 +75,8 @@ thread_local! {
 const RECORDED: u8 = 1;
 /// Bit of [`MODE`]: this thread's ioctls use the kernel's entry for 32-bit programs.
 const BY_32_BIT: u8 = 2;
+/// Bit of [`MODE`]: the structures of this thread's ioctls are in read-only memory.
+const READ_ONLY: u8 = 4;
 
 /// Calls `work` with the bit set in this thread's mode.
 fn in_mode<T>(bit: u8, work: impl FnOnce() -> T) -> T {
@@ -88,6 +90,11 @@ fn in_mode<T>(bit: u8, work: impl FnOnce() -> T) -> T {
 /// such a program can address: [`Low`].
 pub fn by_32_bit<T>(work: impl FnOnce() -> T) -> T {
     in_mode(BY_32_BIT, work)
+}
+
+/// Calls `work`. The kernel can read the structures of its ioctls, and cannot write them.
+pub fn from_read_only<T>(work: impl FnOnce() -> T) -> T {
+    in_mode(READ_ONLY, work)
 }
 
 /// Calls `work`. Returns its answer and the ioctls that this thread made in it: a bit for each number.
@@ -119,11 +126,33 @@ fn by_mode<T>(fd: BorrowedFd<'_>, request: u32, argument: &mut T) -> Answer {
     if MODE.get() & RECORDED != 0 && abi::P2PMEM_IOCS.contains(&request) {
         CALLED.set(CALLED.get() | (1 << abi::ioc_nr(request)));
     }
+    if MODE.get() & READ_ONLY != 0 {
+        return read_only(fd, request, argument);
+    }
     if MODE.get() & BY_32_BIT == 0 {
         return direct(fd, request, argument);
     }
     // SAFETY: as in `direct`; the argument is copied to a place that is as large, and back.
     unsafe { int_0x80(fd, request, ptr::from_mut(argument).cast(), size_of::<T>()) }
+}
+
+/// An ioctl with a copy of the argument that the kernel cannot write.
+fn read_only<T>(fd: BorrowedFd<'_>, request: u32, argument: &T) -> Answer {
+    const PAGE: usize = 4096;
+    assert!(size_of::<T>() <= PAGE, "the argument is larger than a page");
+    // SAFETY: a new mapping, in which the argument fits. The kernel touches as many bytes of it as the request's number says.
+    unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let page = libc::mmap(ptr::null_mut(), PAGE, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+        if page == libc::MAP_FAILED {
+            return Err(libc::ENOMEM);
+        }
+        page.cast::<T>().copy_from_nonoverlapping(argument, 1);
+        result(libc::mprotect(page, PAGE, libc::PROT_READ).into())?;
+        let answer = result(libc::ioctl(fd.as_raw_fd(), u64::from(request), page).into());
+        libc::munmap(page, PAGE);
+        answer
+    }
 }
 
 /// A call whose argument holds no pointers: `INFO`, `FREE`, `BUFFER`, `STATS`.
