@@ -183,6 +183,8 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     pub(crate) id: u32,
     pub(crate) kind: ProviderKind,
     pub(crate) addr: PciAddr,
+    /// The properties of the function that rules match.
+    function_id: FunctionId,
     /// The BAR, or that of the first memory of an adopted provider, whose driver may have published several BARs.
     pub(crate) bar: u32,
     /// Offset of the first published byte in the BAR.
@@ -343,6 +345,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
                 id: config.id,
                 kind,
                 addr: config.function.address(),
+                function_id: config.function.function_id(),
                 bar: config.place.0,
                 start: config.place.1,
                 size,
@@ -390,7 +393,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
 
     /// Returns what rules match: address, vendor, device, class and NUMA node.
     pub(crate) fn function_id(&self) -> FunctionId {
-        self.function.function_id()
+        self.function_id
     }
 
     /// Returns whether the kernel lets `client` access the memory. May sleep; takes `inner`. Errors: `ENODEV` (the provider is being
