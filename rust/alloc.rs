@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Allocation: the topology, the rules in force, the choice of a provider, stripes, and the explanation of a choice.
+//! Allocation: the topology, the rules in force, the choice of providers, and the explanation of a choice.
 //!
 //! The choice itself is pure ([`crate::policy`]). The files here collect its input and act on the result.
 
@@ -9,5 +9,4 @@ pub(crate) mod orchestrator;
 pub(crate) mod request;
 pub(crate) mod rules;
 pub(crate) mod snapshot;
-pub(crate) mod stripe;
 pub(crate) mod topology;

@@ -1,19 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! Explanations: the verdicts of a decision, its errno, and a message for `P2PMEM_IOC_EXPLAIN_LAST`.
+//! Decisions, and their explanations: the verdicts, an errno, and a message for `P2PMEM_IOC_EXPLAIN_LAST`.
 //!
-//! A [`QuickDecision`] keeps the numbers it was made from, so that the explanation is computed only if a program asks. The
-//! explanation is the same that the full decision gives.
+//! A [`Decision`] keeps the numbers it is made from. The explanation is computed from them when a program asks for it, or when
+//! no provider can serve.
 //!
 //! Context: process context, may sleep (memory is allocated), no locks held.
 
 use crate::{
     alloc::{
         request::AllocRequest,
-        rules::check::Source,
+        rules::check::{
+            breaks,
+            NotCharged,
+            Source, //
+        },
         snapshot::{
             ProviderInfo,
-            RuledRanking,
+            Ranking,
             SnapshotParts, //
         }, //
     },
@@ -22,23 +26,21 @@ use crate::{
             self,
             consts, //
         },
-        free_hint::{
-            FitBounds,
-            FreeHint, //
-        },
+        free_hint::FitBounds,
         refusal::{
             Refusal,
             Text, //
-        },
-        trace, //
+        }, //
     },
-    mem::buffer::Provider,
+    mem::buffer::{
+        Holder,
+        Provider, //
+    },
     policy::{
-        path::PathClass,
         placement::{
             self,
             Candidate,
-            Named,
+            Request,
             Strategy, //
         },
         ranking::{
@@ -48,7 +50,6 @@ use crate::{
         },
         rule::RuleName,
         rule_effect::{
-            RuleEffect,
             RuleOrigin,
             RuleRef, //
         },
@@ -65,7 +66,6 @@ use kernel::{ffi, prelude::*, sync::Arc};
 pub(crate) struct Explanation {
     pub(crate) verdicts: KVec<abi::Verdict>,
     pub(crate) chosen: u32,
-    pub(crate) class: u32,
     /// The errno, positive; 0 if a provider was chosen.
     pub(crate) error: i32,
     pub(crate) text: Text,
@@ -78,7 +78,6 @@ impl Explanation {
         Self {
             verdicts: KVec::new(),
             chosen: 0,
-            class: 0,
             error,
             text,
         }
@@ -88,262 +87,242 @@ impl Explanation {
     pub(crate) fn refusal(&self) -> Refusal {
         Refusal::new(Error::from_errno(-self.error), self.text)
     }
-
-    /// Returns a copy. Errors: `ENOMEM`.
-    pub(crate) fn again(&self) -> Result<Self> {
-        let mut verdicts = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
-        verdicts.extend_from_slice(&self.verdicts, GFP_KERNEL_ACCOUNT)?;
-        Ok(Self { verdicts, ..*self })
-    }
 }
 
-/// A decision made from free hints alone, with the data to explain it.
-pub(crate) struct QuickDecision {
-    /// Bytes that were requested.
-    size: u64,
-    align: u64,
-    max_class: Option<PathClass>,
+/// A decision, with the data to explain it.
+///
+/// A decision is large, so nothing moves it: it is made in place.
+pub(crate) struct Decision {
+    /// The request in the form of the choice. For a stripe, the size is that of a part.
+    request: Request,
+    is_stripe: bool,
+    /// Number of providers that are needed, one for each part.
+    wanted: usize,
+    /// The chosen providers, the best one first.
+    picks: KVec<RankedProvider>,
     parts: Arc<SnapshotParts>,
-    /// The effect of the rules; `None` if there were no rules.
-    ruled: Option<Arc<RuledRanking>>,
-    /// Capacity of each provider as the decision read it, in the order of [`Self::ranking`].
-    capacities: KVec<Capacity>,
-    /// Index of the chosen provider in [`SnapshotParts::known`].
-    chosen: usize,
-    /// Class of the path to the chosen provider.
-    class: u32,
-}
-
-impl QuickDecision {
-    /// Decides a request for the nearest provider under the rules of `ruled`. Per provider the decision reads one free hint
-    /// and compares it; paths are not read.
-    ///
-    /// `spare` is an unused decision whose memory is reused, so that nothing is allocated.
-    ///
-    /// Returns `None` if the free hints do not suffice: no provider may be able to serve, or only the allocator knows.
-    /// Errors: `ENOMEM`.
-    pub(crate) fn decide(
-        alloc_request: &AllocRequest,
-        ruled: Option<&Arc<RuledRanking>>,
-        spare: Option<KBox<Self>>,
-    ) -> Result<Option<KBox<Self>>> {
-        let (snapshot, size) = (&*alloc_request.snapshot, alloc_request.size);
-        let Some(need) = FitBounds::of(size, alloc_request.align) else {
-            return Ok(None);
-        };
-        let parts = &snapshot.parts;
-        let mut quick = match spare {
-            Some(quick) => quick,
-            None => KBox::new(
-                Self {
-                    size,
-                    align: alloc_request.align,
-                    max_class: alloc_request.max_class,
-                    parts: parts.clone(),
-                    ruled: None,
-                    capacities: KVec::new(),
-                    chosen: 0,
-                    class: 0,
-                },
-                GFP_KERNEL_ACCOUNT,
-            )?,
-        };
-        quick
-            .capacities
-            .resize(parts.ranking.len(), Capacity::EMPTY, GFP_KERNEL_ACCOUNT)?;
-        let fit = |hint: &Arc<FreeHint>| hint.fit(&need);
-        let ranking = Self::ranking_of(parts, ruled);
-        let chosen = ranking::nearest(alloc_request.max_class, ranking, &mut quick.capacities, fit);
-        let Some(ranked) = chosen else {
-            return Ok(None);
-        };
-        (quick.size, quick.align, quick.max_class) = (size, alloc_request.align, alloc_request.max_class);
-        (quick.chosen, quick.class) = (ranked.index, ranked.class_raw());
-        if !Arc::ptr_eq(&quick.parts, parts) {
-            quick.parts = parts.clone();
-        }
-        if quick.ruled.as_ref().map(Arc::as_ptr) != ruled.map(Arc::as_ptr) {
-            quick.ruled = ruled.cloned();
-        }
-        Ok(Some(quick))
-    }
-
-    /// Returns the ranking that a decision under `ruled` uses.
-    fn ranking_of<'a>(
-        parts: &'a SnapshotParts,
-        ruled: Option<&'a Arc<RuledRanking>>,
-    ) -> &'a [RankedProvider<Arc<FreeHint>>] {
-        ruled.map_or(&parts.ranking, |ruled| &ruled.ranking)
-    }
-
-    /// The providers, in the order in which the decision considered them.
-    fn ranking(&self) -> &[RankedProvider<Arc<FreeHint>>] {
-        Self::ranking_of(&self.parts, self.ruled.as_ref())
-    }
-
-    /// Returns the effect of the rules on the provider with that index.
-    fn effect(&self, provider: usize) -> RuleEffect {
-        let effect = self.ruled.as_ref().and_then(|ruled| ruled.effects.get(provider));
-        effect.copied().unwrap_or(RuleEffect::NONE)
-    }
-
-    /// Returns the index of the chosen provider in the snapshot.
-    pub(crate) fn index(&self) -> usize {
-        self.chosen
-    }
-
-    /// Returns the id of the chosen provider.
-    pub(crate) fn provider(&self) -> u32 {
-        self.parts.providers.get(self.chosen).map_or(0, |known| known.id)
-    }
-
-    /// Computes the explanation from the capacities that the decision read. Errors: `ENOMEM`.
-    pub(crate) fn explanation(&self) -> Result<Explanation> {
-        let parts = &*self.parts;
-        let mut capacities = KVec::from_elem(Capacity::REMOVED, parts.providers.len(), GFP_KERNEL_ACCOUNT)?;
-        for (ranked, has) in self.ranking().iter().zip(&self.capacities) {
-            if let Some(capacity) = capacities.get_mut(ranked.index) {
-                *capacity = Capacity {
-                    free: has.free(),
-                    largest: has.largest,
-                };
-            }
-        }
-        let mut candidates = KVec::with_capacity(capacities.len(), GFP_KERNEL_ACCOUNT)?;
-        for (i, capacity) in capacities.iter().enumerate() {
-            let candidate = Candidate {
-                // A provider that ranks behind the chosen one may have a larger piece.
-                exact: false,
-                ..parts.candidate(i, *capacity, self.effect(i))
-            };
-            candidates.push(candidate, GFP_KERNEL_ACCOUNT)?;
-        }
-        let request = placement::Request {
-            size: self.size,
-            align: self.align,
-            clients: parts.clients,
-            named: Named::Any,
-            strategy: Strategy::Nearest,
-            max_class: self.max_class,
-        };
-        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
-        let choice = placement::decide(&request, &candidates, &mut verdicts);
-        DecisionInput {
-            size: self.size,
-            clients: parts.clients,
-            rules: self
-                .ruled
-                .as_ref()
-                .map_or(Source::NONE, |ruled| ruled.applicable_rules.source()),
-            providers: &parts.providers,
-            candidates: &candidates,
-            verdicts: &verdicts,
-            outcome: choice.outcome,
-        }
-        .explanation(parts.providers.get(self.chosen))
-    }
-}
-
-impl AllocRequest {
-    /// Decides the request if [`Self::is_quick`] and the free hints suffice, under the rules of `ruled` only. Returns the
-    /// decision and the chosen provider. Errors: `ENOMEM`.
-    pub(crate) fn quick(
-        &self,
-        ruled: Option<&Arc<RuledRanking>>,
-        spare: Option<KBox<QuickDecision>>,
-    ) -> Result<Option<(KBox<QuickDecision>, &Arc<Provider>)>> {
-        if !self.is_quick() {
-            return Ok(None);
-        }
-        let Some(quick) = QuickDecision::decide(self, ruled, spare)? else {
-            return Ok(None);
-        };
-        let provider = self.snapshot.providers.get(quick.index());
-        Ok(provider.map(|provider| (quick, provider)))
-    }
-}
-
-/// Emits the trace event of a decision. `chosen` is a provider id, `error` a positive errno, 0 for none; `dry` says that
-/// nothing was to be allocated.
-pub(crate) fn traced(alloc_request: &AllocRequest, file: u64, (chosen, error): (u32, i32), dry: bool) {
-    trace::decision(|| trace::DecisionEvent {
-        size: alloc_request.size,
-        align: alloc_request.align,
-        file,
-        clients: alloc_request.snapshot.clients.len(),
-        providers: alloc_request.snapshot.providers.len(),
-        strategy: alloc_request.strategy,
-        chosen,
-        error: error as u32,
-        dry,
-    });
-}
-
-/// A decision, explained already or explained on demand.
-pub(crate) enum Decision {
-    Explanation(KBox<Explanation>),
-    /// Explained when a program asks.
-    QuickDecision(KBox<QuickDecision>),
+    ranking: Arc<Ranking>,
+    /// `None` before the first decision.
+    source: Option<Source>,
+    /// The known capacity of each provider, by index.
+    known: KVec<Capacity>,
+    /// Indexes of providers of which no piece that a request of this size and alignment can get is larger than
+    /// [`Capacity::largest`].
+    exact: KVec<usize>,
+    /// The buffers, one in each chosen provider, until [`Self::take`].
+    pub(crate) holders: KVec<Holder>,
+    /// The providers that rules or the cgroup did not let the request have.
+    refused: KVec<(usize, NotCharged)>,
 }
 
 impl Decision {
-    /// Returns the id of the chosen provider, 0 for none.
-    pub(crate) fn chosen(&self) -> u32 {
-        match self {
-            Self::Explanation(explanation) => explanation.chosen,
-            Self::QuickDecision(quick) => quick.provider(),
+    /// Creates the place for a decision on a request.
+    #[inline(always)]
+    pub(crate) fn new(alloc_request: &AllocRequest) -> Self {
+        Self {
+            request: alloc_request.request(Strategy::Nearest),
+            is_stripe: false,
+            wanted: 1,
+            picks: KVec::new(),
+            parts: alloc_request.snapshot.parts.clone(),
+            ranking: alloc_request.snapshot.unruled.clone(),
+            source: None,
+            known: KVec::new(),
+            exact: KVec::new(),
+            holders: KVec::new(),
+            refused: KVec::new(),
         }
     }
 
-    /// Returns the class of the path to the chosen provider, 0 without clients.
-    pub(crate) fn class(&self) -> u32 {
-        match self {
-            Self::Explanation(explanation) => explanation.class,
-            Self::QuickDecision(quick) => quick.class,
+    /// Begins a decision that needs `wanted` providers, instead of the previous one, and reads the free hint of each provider. The
+    /// memory of vectors is reused. [`Self::set_source`] has to follow. Errors: `ENOMEM`.
+    pub(crate) fn begin(
+        &mut self,
+        alloc_request: &AllocRequest,
+        (request, wanted): (Request, usize),
+        ranking: Arc<Ranking>,
+    ) -> Result {
+        let snapshot = &alloc_request.snapshot;
+        self.request = request;
+        (self.is_stripe, self.wanted) = (alloc_request.is_stripe(), wanted);
+        if !Arc::ptr_eq(&self.parts, &snapshot.parts) {
+            self.parts = snapshot.parts.clone();
         }
+        self.ranking = ranking;
+        self.refused.clear();
+        self.exact.clear();
+        self.known
+            .resize(snapshot.providers.len(), Capacity::EMPTY, GFP_KERNEL_ACCOUNT)?;
+        for (has, provider) in self.known.iter_mut().zip(&snapshot.providers) {
+            *has = provider.capacity_hint();
+        }
+        Ok(())
     }
-}
 
-/// A decision and its input, from which the explanation is made. `providers`, `candidates` and `verdicts` have the same
-/// order.
-pub(crate) struct DecisionInput<'a> {
-    /// Bytes wanted in one provider: for a stripe the size of a part.
-    pub(crate) size: u64,
-    /// Number of clients.
-    pub(crate) clients: usize,
-    pub(crate) rules: Source<'a>,
-    pub(crate) providers: &'a [ProviderInfo],
-    pub(crate) candidates: &'a [Candidate<'a>],
-    pub(crate) verdicts: &'a [Verdict],
-    pub(crate) outcome: Outcome,
-}
+    /// Sets the rules of the decision.
+    pub(crate) fn set_source(&mut self, source: Source) {
+        self.source = Some(source);
+    }
 
-impl DecisionInput<'_> {
-    /// Returns the explanation. `chosen` is the chosen provider. Errors: `ENOMEM`.
-    pub(crate) fn explanation(&self, chosen: Option<&ProviderInfo>) -> Result<Explanation> {
-        let mut rows = KVec::with_capacity(self.verdicts.len(), GFP_KERNEL_ACCOUNT)?;
-        let mut class = 0;
-        for (verdict, provider) in self.verdicts.iter().zip(self.providers) {
-            if chosen.is_some_and(|p| p.id == verdict.provider) {
-                class = verdict.class_raw();
+    /// Chooses the best providers, as many as are wanted. `skip_avoided` excludes those that rules avoid. Errors: `ENOMEM`.
+    pub(crate) fn choose(&mut self, providers: &[Arc<Provider>], skip_avoided: bool) -> Result {
+        self.picks.clear();
+        while !self.is_complete() {
+            let Some(next) = self.next(providers, skip_avoided) else {
+                break;
+            };
+            self.picks.push(next, GFP_KERNEL_ACCOUNT)?;
+        }
+        Ok(())
+    }
+
+    /// Returns the best provider that is not chosen yet.
+    ///
+    /// The allocator of a provider is queried only if the hint does not prove whether the request fits, and the provider is not
+    /// behind the result.
+    fn next(&mut self, providers: &[Arc<Provider>], skip_avoided: bool) -> Option<RankedProvider> {
+        let Self {
+            request,
+            ranking,
+            known,
+            exact,
+            picks,
+            refused,
+            ..
+        } = self;
+        let need = FitBounds::of(request.size, request.align);
+        let order = match skip_avoided {
+            true => ranking.without_avoided(),
+            false => &ranking.order,
+        };
+        let pack = request.strategy == Strategy::Pack;
+        if request.max_class.is_none() && picks.is_empty() && refused.is_empty() && !ranking.is_of_request() {
+            // The ranking excludes all that must be excluded, so the hints alone mostly suffice. Every allocation runs this loop.
+            let mut suffice = true;
+            let fit = |ranked: &RankedProvider| {
+                let has = known.get(ranked.index).filter(|has| need.are_met(has));
+                suffice &= has.is_some();
+                has.copied()
+            };
+            let best = ranking::best(order, pack, fit).copied();
+            if suffice {
+                return best;
             }
+        }
+        let excluded = |ranked: &RankedProvider| {
+            ranked.is_beyond(request.max_class)
+                || picks.iter().any(|pick| pick.index == ranked.index)
+                || refused.iter().any(|(at, _)| *at == ranked.index)
+        };
+        let fit = |ranked: &RankedProvider| {
+            let at = ranked.index;
+            let has = known.get_mut(at)?;
+            if excluded(ranked) {
+                return None;
+            }
+            if !need.are_met(has) && !exact.contains(&at) {
+                *has = providers[at].exact_capacity(&need, request.size, request.align);
+                // Without memory the provider is queried again by the next choice.
+                let _ = exact.push(at, GFP_KERNEL_ACCOUNT);
+            }
+            let fits = has.is_live() && has.largest >= request.size && ranking.has_unreserved(at, *has, request.size);
+            fits.then_some(*has)
+        };
+        ranking::best(order, pack, fit).copied()
+    }
+
+    /// Excludes a provider that did not give its memory. Each exclusion makes the choice smaller, so that retries end.
+    ///
+    /// Errors: `ENOMEM`, and any error that is not the provider's own, such as `EINTR`.
+    pub(crate) fn exclude(&mut self, at: usize, why: NotCharged) -> Result {
+        let has = &mut self.known[at];
+        match why {
+            NotCharged::Error(e) if e == ENODEV => *has = Capacity::REMOVED,
+            // Another request took the memory first.
+            NotCharged::Error(e) if e == ENOSPC => {
+                has.largest = has.largest.min(self.request.size.saturating_sub(1));
+                self.exact.push(at, GFP_KERNEL_ACCOUNT)?;
+            }
+            NotCharged::Error(e) => return Err(e),
+            _ => {}
+        }
+        Ok(self.refused.push((at, why), GFP_KERNEL_ACCOUNT)?)
+    }
+
+    /// Returns the chosen providers, the best one first.
+    pub(crate) fn picks(&self) -> &[RankedProvider] {
+        &self.picks
+    }
+
+    /// Takes the buffers, each with the class of its path.
+    pub(crate) fn take(&mut self) -> impl Iterator<Item = (Holder, u32)> + '_ {
+        let classes = self.picks.iter().map(|pick| pick.place.class_raw());
+        self.holders.drain_all().zip(classes)
+    }
+
+    /// Whether enough providers can serve.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.picks.len() == self.wanted
+    }
+
+    /// Returns the best chosen provider.
+    fn first(&self) -> Option<&ProviderInfo> {
+        let first = self.picks.first().filter(|_| self.is_complete())?;
+        self.parts.providers.get(first.index)
+    }
+
+    /// Returns the id of the first chosen provider, 0 for none.
+    pub(crate) fn chosen(&self) -> u32 {
+        self.first().map_or(0, |provider| provider.id)
+    }
+
+    /// Computes the explanation. Errors: `ENOMEM`.
+    pub(crate) fn explanation(&self) -> Result<Explanation> {
+        let mut candidates = KVec::with_capacity(self.known.len(), GFP_KERNEL_ACCOUNT)?;
+        for (at, has) in self.known.iter().enumerate() {
+            let mut effect = self.ranking.effect(at);
+            for (_, why) in self.refused.iter().filter(|(refused, _)| *refused == at) {
+                match why {
+                    NotCharged::Broken(broken) => breaks(&mut effect, *broken),
+                    NotCharged::Cgroup => effect.over_cgroup = true,
+                    _ => {}
+                }
+            }
+            candidates.push(
+                self.parts.candidate(at, (*has, self.exact.contains(&at)), effect),
+                GFP_KERNEL_ACCOUNT,
+            )?;
+        }
+        let mut verdicts = KVec::from_elem(Verdict::EMPTY, candidates.len(), GFP_KERNEL_ACCOUNT)?;
+        let mut picks = KVec::with_capacity(self.picks.len(), GFP_KERNEL_ACCOUNT)?;
+        for pick in &self.picks {
+            picks.push(pick.index, GFP_KERNEL_ACCOUNT)?;
+        }
+        let outcome = placement::explain(&self.request, &candidates, &picks, self.wanted, &mut verdicts);
+        let mut rows = KVec::with_capacity(verdicts.len(), GFP_KERNEL_ACCOUNT)?;
+        for (verdict, provider) in verdicts.iter().zip(&self.parts.providers) {
             rows.push(self.row(verdict, provider), GFP_KERNEL_ACCOUNT)?;
         }
-        let text = match chosen {
-            Some(p) => Text::new(fmt!("{} was chosen of {} providers", p.addr, self.providers.len())),
-            None => self.refusal(),
-        };
-        let error = match chosen {
-            Some(_) => 0,
-            None => -self.error().to_errno(),
+        let error = match self.is_complete() {
+            true => 0,
+            false => -errno(outcome).to_errno(),
         };
         Ok(Explanation {
             verdicts: rows,
-            chosen: chosen.map_or(0, |p| p.id),
-            class,
+            chosen: self.chosen(),
             error,
-            text,
+            text: self.text(outcome, &candidates, &verdicts),
         })
+    }
+
+    /// Returns the errno, positive; 0 if providers were chosen.
+    pub(crate) fn error(&self) -> i32 {
+        match self.is_complete() {
+            true => 0,
+            false => self
+                .explanation()
+                .map_or_else(|e| -e.to_errno(), |explanation| explanation.error),
+        }
     }
 
     /// Returns the verdict of one provider in the ABI's form.
@@ -377,74 +356,57 @@ impl DecisionInput<'_> {
     }
 
     fn name(&self, rule: RuleRef) -> RuleName {
-        self.rules.name(rule)
+        self.source.as_ref().map_or(RuleName::EMPTY, |source| source.name(rule))
     }
 
-    /// Returns the uid of the requester.
-    fn uid(&self) -> u32 {
-        self.rules.uid
-    }
-
-    /// Returns the errno of a decision without a provider: `EACCES`, `EDQUOT`, `ENOSPC` or `ENODEV`.
-    fn error(&self) -> Error {
-        match self.outcome {
-            Outcome::Denied => EACCES,
-            Outcome::Quota | Outcome::Cgroup => abi::errno(abi::EDQUOT),
-            outcome if outcome.is_out_of_space() => ENOSPC,
-            _ => ENODEV,
+    /// Returns the message.
+    fn text(&self, outcome: Outcome, candidates: &[Candidate<'_>], verdicts: &[Verdict]) -> Text {
+        let (size, providers) = (self.request.size, self.parts.providers.len());
+        if let Some(first) = self.first() {
+            return match self.is_stripe {
+                true => Text::new(fmt!(
+                    "{} of {} providers were chosen, for {} bytes each",
+                    self.picks.len(),
+                    providers,
+                    size
+                )),
+                false => Text::new(fmt!("{} was chosen of {} providers", first.addr, providers)),
+            };
         }
-    }
-
-    /// Returns the first provider with this verdict by a rule, the rule and the candidate.
-    fn first(&self, code: VerdictCode) -> Option<(RuleRef, &ProviderInfo, &Candidate<'_>)> {
-        self.verdicts
-            .iter()
-            .zip(self.providers)
-            .zip(self.candidates)
-            .filter(|((verdict, _), _)| verdict.code == code)
-            .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, provider, candidate)))
-    }
-
-    /// Returns the explanation of a stripe. `picks` are the indexes of the parts' providers, or empty if there is no
-    /// stripe: then providers were found for `found` of `nr_parts` parts. Errors: `ENOMEM`.
-    pub(crate) fn stripe_explanation(&self, picks: &[usize], found: usize, nr_parts: usize) -> Result<Explanation> {
-        let mut explanation = self.explanation(picks.first().and_then(|&at| self.providers.get(at)))?;
-        let worst = picks
-            .iter()
-            .filter_map(|&at| self.verdicts.get(at))
-            .map(|v| v.class_raw())
-            .max();
-        explanation.class = worst.unwrap_or(0);
-        explanation.text = match picks.len() {
-            0 if nr_parts == 1 => explanation.text,
-            0 => Text::new(fmt!(
-                "a stripe needs {} parts of {} bytes, and {} find a provider; next part: {}",
-                nr_parts,
-                self.size,
-                found,
-                match self.outcome {
-                    Outcome::NoProvider => "there is no other provider",
-                    _ => explanation.text.as_str(),
-                }
-            )),
-            parts => Text::new(fmt!(
-                "{} of {} providers were chosen, for {} bytes each",
-                parts,
-                self.providers.len(),
-                self.size
-            )),
-        };
-        Ok(explanation)
+        let refusal = self.refusal(outcome, candidates, verdicts);
+        if self.wanted == 1 {
+            return refusal;
+        }
+        Text::new(fmt!(
+            "a stripe needs {} parts of {} bytes, and {} find a provider; next part: {}",
+            self.wanted,
+            size,
+            self.picks.len(),
+            match outcome {
+                Outcome::NoProvider => "there is no other provider",
+                _ => refusal.as_str(),
+            }
+        ))
     }
 
     /// Returns the message for a decision without a provider.
-    fn refusal(&self) -> Text {
-        let (size, clients) = (self.size, self.clients);
+    fn refusal(&self, outcome: Outcome, candidates: &[Candidate<'_>], verdicts: &[Verdict]) -> Text {
+        let (size, clients) = (self.request.size, self.parts.clients);
+        let uid = self.source.as_ref().map_or(0, |source| source.uid);
+        // Returns the first provider with this verdict by a rule, the rule and the candidate.
+        let first = |code: VerdictCode| {
+            verdicts
+                .iter()
+                .zip(&self.parts.providers)
+                .zip(candidates)
+                .filter(|((verdict, _), _)| verdict.code == code)
+                .find_map(|((verdict, provider), candidate)| Some((verdict.rule?, provider, candidate)))
+        };
         let whose = |rule: RuleRef| match rule.set {
             RuleOrigin::Admin => "rule",
             RuleOrigin::File => "the file's own rule",
         };
-        match self.outcome {
+        match outcome {
             Outcome::NoProvider => Text::new(fmt!("no provider is published: see p2pmemctl publish")),
             Outcome::NoSuchProvider => Text::new(fmt!("the named provider does not exist: see p2pmemctl list")),
             Outcome::NotUpstream => Text::new(fmt!("pci_p2pmem_find_many() finds no provider for these clients: use another strategy")),
@@ -453,17 +415,17 @@ impl DecisionInput<'_> {
                 "no provider can be reached by all {} clients: the host bridge is not on the kernel's list, or ACS redirects",
                 clients
             )),
-            Outcome::Denied => match self.first(VerdictCode::Denied) {
+            Outcome::Denied => match first(VerdictCode::Denied) {
                 Some((rule, provider, _)) => Text::new(fmt!(
                     "{} {} denies {} to uid {}, and no other provider is eligible",
                     whose(rule),
                     self.name(rule).as_str(),
                     provider.addr,
-                    self.uid()
+                    uid
                 )),
                 None => Text::EMPTY,
             },
-            Outcome::TooFar => match self.first(VerdictCode::TooFar) {
+            Outcome::TooFar => match first(VerdictCode::TooFar) {
                 Some((rule, provider, _)) => Text::new(fmt!(
                     "{} {}: the path to {} exceeds its max_class, and no nearer provider is eligible",
                     whose(rule),
@@ -476,7 +438,7 @@ impl DecisionInput<'_> {
                 "no eligible provider is large enough for {} bytes at this alignment",
                 size
             )),
-            Outcome::Quota => match self.first(VerdictCode::Quota) {
+            Outcome::Quota => match first(VerdictCode::Quota) {
                 Some((rule, _, candidate)) => {
                     let (used, limit, group) = candidate
                         .effect
@@ -501,7 +463,7 @@ impl DecisionInput<'_> {
                         (RuleOrigin::Admin, false) => Text::new(fmt!(
                             "quota of rule {}: uid {} uses {} of {} bytes, {} requested",
                             name.as_str(),
-                            self.uid(),
+                            uid,
                             used,
                             limit,
                             size
@@ -515,7 +477,7 @@ impl DecisionInput<'_> {
                 size
             )),
             Outcome::Full => Text::new(fmt!("no eligible provider has {} bytes free", size)),
-            Outcome::Reserved => match self.first(VerdictCode::Reserved) {
+            Outcome::Reserved => match first(VerdictCode::Reserved) {
                 Some((rule, provider, candidate)) => Text::new(fmt!(
                     "rule {} reserves the free memory of {} for others: {} bytes free, {} requested",
                     self.name(rule).as_str(),
@@ -531,5 +493,15 @@ impl DecisionInput<'_> {
             )),
             Outcome::Chosen => Text::EMPTY,
         }
+    }
+}
+
+/// Returns the errno of a decision without a provider: `EACCES`, `EDQUOT`, `ENOSPC` or `ENODEV`.
+fn errno(outcome: Outcome) -> Error {
+    match outcome {
+        Outcome::Denied => EACCES,
+        Outcome::Quota | Outcome::Cgroup => abi::errno(abi::EDQUOT),
+        outcome if outcome.is_out_of_space() => ENOSPC,
+        _ => ENODEV,
     }
 }

@@ -14,8 +14,8 @@ use crate::{
     policy::{
         path::PathClass,
         placement::{
-            self,
             Named,
+            Request,
             Strategy, //
         }, //
     }, //
@@ -41,9 +41,9 @@ pub(crate) struct AllocRequest {
 }
 
 impl AllocRequest {
-    /// Returns the request in the form of the pure decision.
-    pub(crate) fn request(&self, strategy: Strategy) -> placement::Request {
-        placement::Request {
+    /// Returns the request in the form of the pure choice.
+    pub(crate) fn request(&self, strategy: Strategy) -> Request {
+        Request {
             size: self.size,
             align: self.align,
             clients: self.snapshot.clients.len(),
@@ -53,8 +53,8 @@ impl AllocRequest {
         }
     }
 
-    /// Whether the strategy is `nearest` among all providers, which [`crate::alloc::explanation::QuickDecision`] decides.
-    pub(crate) fn is_quick(&self) -> bool {
-        self.named == Named::Any && self.strategy == consts::STRATEGY_NEAREST
+    /// Whether several providers serve the request with one buffer each.
+    pub(crate) fn is_stripe(&self) -> bool {
+        self.strategy == consts::STRATEGY_STRIPE
     }
 }

@@ -45,6 +45,7 @@ use crate::{
             shadowed,
             FunctionId,
             Rule,
+            RuleName,
             Subject as _, //
         },
         rule_effect::{
@@ -73,7 +74,7 @@ pub(crate) struct RuleSet {
     limiting: Applicable,
     /// Whether any rule reserves memory.
     reserves: bool,
-    /// For a file's own rules that depend on byte counts.
+    /// For a file's own rules that depend on byte counts. The last decisions of the file keep the rules, too.
     _counting: Option<Counting>,
 }
 
@@ -102,6 +103,11 @@ impl RuleSet {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.rules.is_empty()
+    }
+
+    /// Returns the name of the rule with that index.
+    fn name(&self, at: usize) -> RuleName {
+        self.rules.get(at).map_or(RuleName::EMPTY, |rule| rule.name)
     }
 
     /// Returns whether decisions for a user that has the rules `applicable` depend on byte counts.

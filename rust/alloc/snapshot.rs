@@ -4,8 +4,8 @@
 //!
 //! Programs ask for the same clients again and again. Finding the functions, the providers and the paths takes far longer
 //! than choosing a provider, and the result changes only with the bus. So [`SnapshotCache`] keeps the latest snapshots. A
-//! snapshot also keeps the effect of rules that count no bytes, for as long as those rules are in force
-//! ([`RuledRanking`]).
+//! snapshot also keeps the ranking of the providers without rules, and with rules that count no bytes for as long as those rules
+//! are in force ([`Ranking`]).
 //!
 //! Context: process context, may sleep. `Orchestrator::snapshots` and `TopologySnapshot::ruled` are mutexes with nothing
 //! taken inside.
@@ -16,28 +16,29 @@ use crate::{
         RuleCheck, //
     },
     ext::{
-        free_hint::FreeHint,
         pci::Function,
         refusal::Answer, //
     },
     mem::buffer::Provider,
     policy::{
-        distance::Distance,
         path::{
             Path,
             PciAddr, //
         },
-        placement::Candidate,
+        placement::{
+            self,
+            Candidate,
+            Named,
+            Request,
+            Strategy, //
+        },
         ranking::{
             self,
             Capacity,
             RankedProvider, //
         },
         rule::FunctionId,
-        rule_effect::{
-            Preference,
-            RuleEffect, //
-        }, //
+        rule_effect::RuleEffect, //
     }, //
 };
 use kernel::{
@@ -64,15 +65,12 @@ pub(crate) struct SnapshotParts {
     pub(crate) providers: KVec<ProviderInfo>,
     /// The path from each provider to each client, ordered by provider and then by client.
     pub(crate) paths: KVec<Path>,
-    /// The providers from the nearest to the farthest, with their free hints.
-    pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
     /// Number of clients.
     pub(crate) clients: usize,
 }
 
 impl SnapshotParts {
-    /// Copies the properties of `providers` and ranks them. `paths` are ordered by provider and then by client. Errors:
-    /// `ENOMEM`.
+    /// Copies the properties of `providers`. `paths` are ordered by provider and then by client. Errors: `ENOMEM`.
     fn new(providers: &[Arc<Provider>], paths: KVec<Path>, clients: usize) -> Result<Arc<Self>> {
         let mut infos = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
         for provider in providers {
@@ -86,26 +84,11 @@ impl SnapshotParts {
                 GFP_KERNEL_ACCOUNT,
             )?;
         }
-        let ranking = KVec::with_capacity(providers.len(), GFP_KERNEL_ACCOUNT)?;
-        let mut parts = Self {
+        let parts = Self {
             providers: infos,
             paths,
-            ranking,
             clients,
         };
-        for (index, provider) in providers.iter().enumerate() {
-            let distance = Distance::of(clients, parts.paths_of(index));
-            let ranked = RankedProvider {
-                index,
-                size: provider.size,
-                preference: distance.is_reachable().then_some(Preference::Neutral),
-                distance,
-                equal: 0,
-                hint: provider.hint(),
-            };
-            add_ranked(&mut parts.ranking, ranked)?;
-        }
-        ranking::group(&mut parts.ranking);
         Ok(Arc::new(parts, GFP_KERNEL_ACCOUNT)?)
     }
 
@@ -115,79 +98,104 @@ impl SnapshotParts {
         self.paths.get(from..from + self.clients).unwrap_or_default()
     }
 
-    /// Returns the provider with that index as a candidate with an exact capacity.
-    pub(crate) fn candidate(&self, provider: usize, capacity: Capacity, effect: RuleEffect) -> Candidate<'_> {
+    /// Returns the provider with that index as a candidate with a capacity, and whether no piece is larger.
+    pub(crate) fn candidate(
+        &self,
+        provider: usize,
+        (capacity, exact): (Capacity, bool),
+        effect: RuleEffect,
+    ) -> Candidate<'_> {
         let info = &self.providers[provider];
         let live = capacity.is_live();
-        let Capacity { free, largest } = if live { capacity } else { Capacity::EMPTY };
+        let capacity = if live { capacity } else { Capacity::EMPTY };
         Candidate {
             id: info.id,
             live,
             start: info.start,
             size: info.size,
-            free,
-            largest,
-            exact: true,
+            free: capacity.free(),
+            largest: capacity.largest,
+            exact,
             paths: self.paths_of(provider),
             effect,
         }
     }
 }
 
-/// Inserts a provider into a ranking, behind those of equal order. Errors: `ENOMEM`.
-fn add_ranked(ranking: &mut KVec<RankedProvider<Arc<FreeHint>>>, ranked: RankedProvider<Arc<FreeHint>>) -> Result {
-    let order = ranked.order();
-    ranking.push(ranked, GFP_KERNEL_ACCOUNT)?;
-    // Insertion sort: objtool warns about a branch of core's sort.
-    for at in (1..ranking.len()).rev() {
-        if ranking[at - 1].order() <= order {
-            break;
-        }
-        ranking.swap(at - 1, at);
-    }
-    Ok(())
+/// The providers of a snapshot, ranked by the rules, the request and the distance.
+pub(crate) struct Ranking {
+    /// The rules, if the ranking serves other requests too.
+    applicable_rules: Option<ApplicableRules>,
+    /// The effects of the rules by the index of the provider; empty without rules.
+    effects: KVec<RuleEffect>,
+    /// The providers, the best ones first, and those that cannot serve last.
+    pub(crate) order: KVec<RankedProvider>,
 }
 
-/// The effect of rules that count no bytes on all providers of a snapshot.
-pub(crate) struct RuledRanking {
-    pub(crate) applicable_rules: ApplicableRules,
-    /// By the index of the provider.
-    pub(crate) effects: KVec<RuleEffect>,
-    /// As [`SnapshotParts::ranking`], with preferred providers first and avoided ones last.
-    pub(crate) ranking: KVec<RankedProvider<Arc<FreeHint>>>,
-}
-
-impl RuledRanking {
-    /// Evaluates the rules for all providers of a snapshot, and ranks the providers by the result. Errors: `ENOMEM`.
-    fn new(snapshot: &TopologySnapshot, applicable_rules: ApplicableRules) -> Result<Arc<Self>> {
-        let mut effects = KVec::with_capacity(snapshot.providers.len(), GFP_KERNEL_ACCOUNT)?;
-        for (index, provider) in snapshot.providers.iter().enumerate() {
-            let paths = snapshot.parts.paths_of(index);
-            effects.push(
-                applicable_rules.effect(&provider.function_id(), &snapshot.parties, paths),
-                GFP_KERNEL_ACCOUNT,
-            )?;
-        }
-        let mut ranking = KVec::with_capacity(effects.len(), GFP_KERNEL_ACCOUNT)?;
-        for ranked in &snapshot.parts.ranking {
-            let effect = &effects[ranked.index];
-            let allowed = effect.denied.is_none() && effect.too_far.is_none();
-            let preference = ranked.preference.filter(|_| allowed).map(|_| effect.preference);
-            add_ranked(
-                &mut ranking,
-                RankedProvider {
-                    preference,
-                    ..ranked.clone()
-                },
-            )?;
-        }
-        ranking::group(&mut ranking);
-        let ruled = Self {
+impl Ranking {
+    /// Ranks the providers of a snapshot. Errors: `ENOMEM`.
+    fn new(
+        parts: &SnapshotParts,
+        request: &Request,
+        effects: KVec<RuleEffect>,
+        applicable_rules: Option<ApplicableRules>,
+    ) -> Result<Arc<Self>> {
+        let mut ranking = Self {
             applicable_rules,
             effects,
-            ranking,
+            order: KVec::with_capacity(parts.providers.len(), GFP_KERNEL_ACCOUNT)?,
         };
-        Ok(Arc::new(ruled, GFP_KERNEL_ACCOUNT)?)
+        // One candidate for all providers: without rules, nothing is copied.
+        let mut candidate = Candidate {
+            id: 0,
+            live: true,
+            start: 0,
+            size: 0,
+            free: 0,
+            largest: 0,
+            exact: true,
+            paths: &[],
+            effect: RuleEffect::NONE,
+        };
+        for (index, info) in parts.providers.iter().enumerate() {
+            (candidate.id, candidate.start, candidate.size) = (info.id, info.start, info.size);
+            candidate.paths = parts.paths_of(index);
+            if let Some(effect) = ranking.effects.get(index) {
+                candidate.effect = *effect;
+            }
+            let ranked = placement::rank(request, index, &candidate);
+            // Not core's sort: objtool warns about a branch of it.
+            let at = ranking.order.partition_point(|other| other.place <= ranked.place);
+            // Cannot fail: there is capacity for all.
+            let _ = ranking.order.insert_within_capacity(at, ranked);
+        }
+        ranking::group(&mut ranking.order, request.is_by_load());
+        Ok(Arc::new(ranking, GFP_KERNEL_ACCOUNT)?)
+    }
+
+    /// Returns the providers that rules do not avoid.
+    pub(crate) fn without_avoided(&self) -> &[RankedProvider] {
+        let end = self.order.partition_point(|ranked| !ranked.place.is_avoided());
+        self.order.get(..end).unwrap_or_default()
+    }
+
+    /// Whether the ranking is for one request.
+    pub(crate) fn is_of_request(&self) -> bool {
+        self.applicable_rules.is_none() && !self.effects.is_empty()
+    }
+
+    /// Whether `size` of the free bytes of the provider with that index are not reserved for others.
+    pub(crate) fn has_unreserved(&self, provider: usize, has: Capacity, size: u64) -> bool {
+        let reserved = self
+            .effects
+            .get(provider)
+            .map_or(0, |effect| effect.reserved_for_others);
+        has.free().saturating_sub(reserved) >= size
+    }
+
+    /// Returns the effect of the rules on the provider with that index.
+    pub(crate) fn effect(&self, provider: usize) -> RuleEffect {
+        self.effects.get(provider).copied().unwrap_or(RuleEffect::NONE)
     }
 }
 
@@ -203,9 +211,11 @@ pub(crate) struct TopologySnapshot {
     /// In ascending order of their ids. A provider may have been stopped since.
     pub(crate) providers: KVec<Arc<Provider>>,
     pub(crate) parts: Arc<SnapshotParts>,
-    /// The effects of the latest sets of rules, the newest first.
+    /// The ranking without rules.
+    pub(crate) unruled: Arc<Ranking>,
+    /// The rankings by the latest sets of rules, the newest first.
     #[pin]
-    ruled: Mutex<KVec<Arc<RuledRanking>>>,
+    ruled: Mutex<KVec<Arc<Ranking>>>,
 }
 
 impl TopologySnapshot {
@@ -227,6 +237,7 @@ impl TopologySnapshot {
             parties.push(client.function_id(), GFP_KERNEL_ACCOUNT)?;
         }
         let parts = SnapshotParts::new(&providers, paths, clients.len())?;
+        let unruled = Ranking::new(&parts, &Request::any(clients.len()), KVec::new(), None)?;
         Arc::pin_init(
             pin_init!(Self {
                 generation,
@@ -235,26 +246,45 @@ impl TopologySnapshot {
                 parties,
                 providers,
                 parts,
+                unruled,
                 ruled <- new_mutex!(KVec::new()),
             }),
             GFP_KERNEL_ACCOUNT,
         )
     }
 
-    /// Returns the effect of these rules on the providers, cached or new. Errors: `ENOMEM`.
-    pub(crate) fn ruled(&self, applicable_rules: &ApplicableRules) -> Result<Arc<RuledRanking>> {
-        let known = |ruled: &&Arc<RuledRanking>| ruled.applicable_rules.is_same(applicable_rules);
-        let found = self.ruled.lock().iter().find(known).cloned();
-        if let Some(ruled) = found {
-            return Ok(ruled);
+    /// Returns the ranking for a request under the rules of `rule_check`, remembered or new. Errors: `ENOMEM`.
+    pub(crate) fn ranking(&self, rule_check: &RuleCheck<'_>, request: &Request) -> Result<Arc<Ranking>> {
+        let usual = request.named == Named::Any && request.strategy == Strategy::Nearest;
+        let shared = rule_check.applicable_rules().filter(|_| usual);
+        let known = match shared {
+            Some(_) if rule_check.is_empty() => Some(self.unruled.clone()),
+            Some(rules) => {
+                let is = |known: &&Arc<Ranking>| known.applicable_rules.as_ref().is_some_and(|of| of.is_same(rules));
+                self.ruled.lock().iter().find(is).cloned()
+            }
+            None => None,
+        };
+        if let Some(ranking) = known {
+            return Ok(ranking);
         }
-        let new = RuledRanking::new(self, applicable_rules.clone())?;
+        let mut effects = KVec::with_capacity(self.providers.len(), GFP_KERNEL_ACCOUNT)?;
+        for (index, provider) in self.providers.iter().enumerate() {
+            let effect = rule_check.effect(provider, &self.parties, self.parts.paths_of(index), request.size);
+            effects.push(effect, GFP_KERNEL_ACCOUNT)?;
+        }
+        let Some(rules) = shared else {
+            return Ranking::new(&self.parts, request, effects, None);
+        };
+        let any = Request::any(self.parts.clients);
+        let new = Ranking::new(&self.parts, &any, effects, Some(rules.clone()))?;
         let mut remembered = KVec::with_capacity(Self::MOST_RULED, GFP_KERNEL_ACCOUNT)?;
         remembered.push(new.clone(), GFP_KERNEL_ACCOUNT)?;
         let mut ruled = self.ruled.lock();
         // Drops an equal entry that another task added meanwhile, and entries of rules that are not in force any more.
-        let useful = |old: &&Arc<RuledRanking>| {
-            old.applicable_rules.has_rules_of(applicable_rules) && !old.applicable_rules.is_same(applicable_rules)
+        let useful = |old: &&Arc<Ranking>| {
+            let of = old.applicable_rules.as_ref();
+            of.is_some_and(|of| of.has_rules_of(rules) && !of.is_same(rules))
         };
         for other in ruled.iter().filter(useful).take(Self::MOST_RULED - 1) {
             remembered.push(other.clone(), GFP_KERNEL_ACCOUNT)?;
@@ -263,18 +293,6 @@ impl TopologySnapshot {
         drop(ruled);
         drop(old);
         Ok(new)
-    }
-
-    /// Returns the providers as candidates for a buffer of `size` bytes at `align`, with exact capacities and byte counts.
-    /// Errors: `ENOMEM`.
-    pub(crate) fn candidates(&self, rule_check: &RuleCheck<'_>, size: u64, align: u64) -> Result<KVec<Candidate<'_>>> {
-        let mut candidates = KVec::with_capacity(self.providers.len(), GFP_KERNEL_ACCOUNT)?;
-        for (i, provider) in self.providers.iter().enumerate() {
-            let capacity = provider.capacity(size, align);
-            let effect = rule_check.effect(provider, &self.parties, self.parts.paths_of(i), size);
-            candidates.push(self.parts.candidate(i, capacity, effect), GFP_KERNEL_ACCOUNT)?;
-        }
-        Ok(candidates)
     }
 }
 

@@ -402,11 +402,11 @@ impl Drop for Extent {
 mod tests {
     use super::*;
     use crate::{
-        ext::free_hint::FitBounds,
-        policy::ranking::{
-            Capacity,
+        ext::free_hint::{
+            FitBounds,
             FitHint, //
-        }, //
+        },
+        policy::ranking::Capacity, //
     };
 
     const PAGE: u64 = PAGE_SIZE as u64;
@@ -564,7 +564,7 @@ mod tests {
     fn hint_agrees_with_allocator() -> Result {
         let buddy = Buddy::new(PAGE, 64 * PAGE)?;
         let hint = buddy.hint();
-        let one = FitBounds::of(PAGE, PAGE).ok_or(EINVAL)?;
+        let one = FitBounds::of(PAGE, PAGE);
         let has = |free: u64, largest: u64| Capacity {
             free: free * PAGE,
             largest: largest * PAGE,

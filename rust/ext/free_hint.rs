@@ -7,10 +7,7 @@
 //!
 //! No C header: the hint consists of [`kernel::sync::atomic`] types.
 
-use crate::policy::ranking::{
-    Capacity,
-    FitHint, //
-};
+use crate::policy::ranking::Capacity;
 use kernel::{
     page::PAGE_SIZE,
     prelude::*,
@@ -34,15 +31,29 @@ pub(crate) struct FitBounds {
 }
 
 impl FitBounds {
-    /// Computes the needs of `size` bytes, a multiple of the page size, aligned to `align`. Returns `None` if no memory can
-    /// satisfy them.
-    pub(crate) fn of(size: u64, align: u64) -> Option<Self> {
-        let block = size.max(align).checked_next_power_of_two()?;
-        Some(Self {
+    /// Computes the needs of `size` bytes, a multiple of the page size, aligned to `align`.
+    pub(crate) fn of(size: u64, align: u64) -> Self {
+        let block = size.max(align).checked_next_power_of_two().unwrap_or(u64::MAX);
+        Self {
             enough: block.max(padded(size, align)),
-            short: size.checked_sub(PAGE_SIZE as u64)?,
-        })
+            short: size.saturating_sub(PAGE_SIZE as u64),
+        }
     }
+
+    /// Returns whether the request fits for certain.
+    #[inline(always)]
+    pub(crate) fn are_met(&self, has: &Capacity) -> bool {
+        has.is_live() && self.enough <= has.largest
+    }
+}
+
+/// What a free-space hint says about a request: whether size and alignment fit, and the provider's capacity. `Unknown` if
+/// the hint can prove neither: more than [`Capacity::largest`] may be in one piece.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FitHint {
+    Fits(Capacity),
+    Short(Capacity),
+    Unknown(Capacity),
 }
 
 /// A provider's free memory, as of the last change.
@@ -103,18 +114,27 @@ impl FreeHint {
         self.returning.store(CLOSED, Relaxed);
     }
 
+    /// Returns the capacity at this moment. More than the largest piece may be in one piece.
+    #[inline(always)]
+    pub(crate) fn capacity(&self) -> Capacity {
+        Capacity {
+            // Cannot overflow into `CLOSED`: both are sizes within one BAR, unless the hint is closed.
+            free: peek(&self.free).wrapping_add(peek(&self.returning)),
+            largest: peek(&self.piece),
+        }
+    }
+
     /// Returns whether the request fits, does not fit, or is unknown, with the capacity at this moment.
     #[inline(always)]
     pub(crate) fn fit(&self, need: &FitBounds) -> FitHint {
-        // Cannot overflow into `CLOSED`: both are sizes within one BAR, unless the hint is closed.
-        let free = peek(&self.free).wrapping_add(peek(&self.returning));
-        let largest = peek(&self.piece);
-        if free >= CLOSED {
+        let has = self.capacity();
+        if need.are_met(&has) {
+            return FitHint::Fits(has);
+        }
+        if !has.is_live() {
             return FitHint::Short(Capacity::REMOVED);
         }
-        if need.enough <= largest {
-            return FitHint::Fits(Capacity { free, largest });
-        }
+        let Capacity { free, largest } = has;
         if free <= need.short && self.is_short(need) {
             let largest = largest.min(need.short);
             return FitHint::Short(Capacity { free, largest });
@@ -143,8 +163,8 @@ mod tests {
 
     const PAGE: u64 = PAGE_SIZE as u64;
 
-    fn need(pages: u64, align: u64) -> Result<FitBounds> {
-        FitBounds::of(pages * PAGE, align * PAGE).ok_or(EINVAL)
+    fn need(pages: u64, align: u64) -> FitBounds {
+        FitBounds::of(pages * PAGE, align * PAGE)
     }
 
     fn fits(free: u64, largest: u64) -> FitHint {
@@ -163,17 +183,17 @@ mod tests {
     fn fit_is_reported_only_if_certain() -> Result {
         let hint = FreeHint::new()?;
         hint.set(12 * PAGE, 8 * PAGE);
-        for small in [need(8, 1)?, need(5, 1)?, need(1, 8)?, need(4, 4)?] {
+        for small in [need(8, 1), need(5, 1), need(1, 8), need(4, 4)] {
             assert_eq!(hint.fit(&small), fits(12 * PAGE, 8 * PAGE));
         }
         // These may fit into adjacent blocks or unaligned into the piece, or not at all.
-        for uncertain in [need(9, 1)?, need(12, 1)?, need(2, 8)?, need(1, 16)?] {
+        for uncertain in [need(9, 1), need(12, 1), need(2, 8), need(1, 16)] {
             assert_eq!(hint.fit(&uncertain), unknown(12 * PAGE, 8 * PAGE));
         }
         // These do not fit.
-        assert_eq!(hint.fit(&need(13, 1)?), short(12 * PAGE, 8 * PAGE));
+        assert_eq!(hint.fit(&need(13, 1)), short(12 * PAGE, 8 * PAGE));
         hint.set(3 * PAGE, 8 * PAGE);
-        assert_eq!(hint.fit(&need(9, 1)?), short(3 * PAGE, 8 * PAGE));
+        assert_eq!(hint.fit(&need(9, 1)), short(3 * PAGE, 8 * PAGE));
         Ok(())
     }
 
@@ -182,15 +202,18 @@ mod tests {
         let hint = FreeHint::new()?;
         hint.set(PAGE, PAGE);
         hint.set_returning(3 * PAGE, 1);
-        assert_eq!(hint.fit(&need(1, 1)?), fits(4 * PAGE, PAGE));
-        assert_eq!(hint.fit(&need(2, 1)?), unknown(4 * PAGE, PAGE));
-        assert_eq!(hint.fit(&need(5, 1)?), short(4 * PAGE, PAGE));
+        assert_eq!(hint.fit(&need(1, 1)), fits(4 * PAGE, PAGE));
+        assert_eq!(hint.fit(&need(2, 1)), unknown(4 * PAGE, PAGE));
+        assert_eq!(hint.fit(&need(5, 1)), short(4 * PAGE, PAGE));
         hint.close();
-        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Short(Capacity::REMOVED));
+        assert_eq!(hint.fit(&need(1, 1)), FitHint::Short(Capacity::REMOVED));
         // A late update does not reopen the hint.
         hint.set(9 * PAGE, 8 * PAGE);
-        assert_eq!(hint.fit(&need(1, 1)?), FitHint::Short(Capacity::REMOVED));
-        assert!(FitBounds::of(u64::MAX, PAGE).is_none() && FitBounds::of(0, PAGE).is_none());
+        assert_eq!(hint.fit(&need(1, 1)), FitHint::Short(Capacity::REMOVED));
+        // No memory is that large.
+        let hint = FreeHint::new()?;
+        hint.set(9 * PAGE, 8 * PAGE);
+        assert_eq!(hint.fit(&FitBounds::of(u64::MAX, PAGE)), short(9 * PAGE, 8 * PAGE));
         Ok(())
     }
 }

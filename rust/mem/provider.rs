@@ -26,6 +26,8 @@ use crate::{
         },
         free_hint::{
             padded,
+            FitBounds,
+            FitHint,
             FreeHint, //
         },
         p2pdma::{
@@ -499,9 +501,20 @@ impl<B: Send + Sync + 'static> Provider<B> {
         }
     }
 
-    /// Returns the hint, which says without a lock whether a request fits.
-    pub(crate) fn hint(&self) -> Arc<FreeHint> {
-        self.hint.clone()
+    /// Returns the capacity without a lock. More than the largest piece may be in one piece.
+    #[inline(always)]
+    pub(crate) fn capacity_hint(&self) -> Capacity {
+        self.hint.capacity()
+    }
+
+    /// Returns the free memory for a request with the bounds `need`. `largest >= size` holds if and only if the request fits. Takes
+    /// no lock if the hint proves that the request does not fit.
+    #[cold]
+    pub(crate) fn exact_capacity(&self, need: &FitBounds, size: u64, align: u64) -> Capacity {
+        match self.hint.fit(need) {
+            FitHint::Short(has) => has,
+            FitHint::Fits(_) | FitHint::Unknown(_) => self.capacity(size, align),
+        }
     }
 
     /// Returns the free memory for a request. `largest >= size` holds if and only if the request fits.

@@ -11,7 +11,6 @@ use crate::policy::path::{
     Path,
     PathClass, //
 };
-use core::cmp::Reverse;
 
 /// Summary of the paths between a candidate and all clients.
 ///
@@ -56,45 +55,5 @@ impl Reach {
 
     pub(super) fn class(&self) -> Option<PathClass> {
         self.worst.map(|(class, _)| class)
-    }
-}
-
-/// The distance of a provider from all clients: the criteria of [`Rank`](super::placement) that depend only on paths, in
-/// their order. The smaller distance wins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Distance {
-    /// Class of the farthest path.
-    pub(super) class: Option<PathClass>,
-    /// Sum of hops.
-    pub(super) hops: u32,
-    /// Bandwidth of the narrowest link in MB/s. More bandwidth wins, and unknown (0) loses.
-    pub(super) bandwidth: Reverse<u32>,
-    /// Largest NUMA distance; `u32::MAX` if unknown.
-    pub(super) numa: u32,
-}
-
-impl Distance {
-    /// Returns the distance of a provider with these paths from `clients` clients.
-    pub(crate) fn of(clients: usize, paths: &[Path]) -> Self {
-        Self::from(&Reach::of(clients, paths))
-    }
-
-    /// Returns whether every client can reach the provider.
-    pub(crate) fn is_reachable(&self) -> bool {
-        self.class != Some(PathClass::Unreachable)
-    }
-}
-
-impl From<&Reach> for Distance {
-    fn from(reach: &Reach) -> Self {
-        Self {
-            class: reach.class(),
-            hops: reach.hops,
-            bandwidth: Reverse(reach.bandwidth),
-            numa: match reach.numa_distance {
-                0 => u32::MAX,
-                known => known,
-            },
-        }
     }
 }

@@ -2,8 +2,9 @@
 
 //! The choice of a provider for a buffer.
 //!
-//! [`decide`] gets a request and one [`Candidate`] per provider. The result is the provider that serves the request, and a
-//! [`Verdict`] for every candidate, with the numbers that led to the verdict.
+//! [`rank`] says whether a provider can serve a request, and how the request, the rules and the distance rank it.
+//! [`best`](super::ranking::best) chooses from such a ranking. [`explain`] gives a [`Verdict`] for every
+//! [`Candidate`], with the numbers that led to the choice.
 //!
 //! A provider is *eligible* if all of these hold:
 //!
@@ -11,7 +12,7 @@
 //! - every client can reach the provider, over paths no farther than the request and the rules allow;
 //! - the provider has the requested bytes free in one piece, and no rule ([`crate::policy::rule`]) forbids the allocation.
 //!
-//! The criteria of [`Rank`] choose among the eligible providers, one after the other. Documentation/design/placement.md
+//! The criteria of [`decisive`] choose among the eligible providers, one after the other. Documentation/design/placement.md
 //! describes the rules.
 //!
 //! A decision depends on its arguments alone: equal input gives equal output, and the order of the candidates does not
@@ -21,29 +22,29 @@
 //! `unsafe`. The same source is compiled into the module and into the host tests of tests/pure.
 
 use crate::policy::{
-    distance::{
-        Distance,
-        Reach, //
-    },
+    distance::Reach,
     path::{
         indexed,
         Path,
         PathClass, //
     },
-    ranking::load,
+    ranking::{
+        load,
+        By,
+        Place,
+        RankedProvider, //
+    },
     rule_effect::{
         Preference,
         RuleEffect,
         RuleRef, //
     },
     verdict::{
-        Choice,
         Outcome,
         Verdict,
         VerdictCode, //
     }, //
 };
-use core::cmp::{Ordering, Reverse};
 
 /// The provider that a request names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,11 +61,11 @@ pub(crate) enum Named {
 /// `P2PMEM_STRATEGY_*`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Strategy {
-    /// By the criteria of [`Rank`].
+    /// By the criteria of [`decisive`].
     Nearest,
-    /// The least loaded provider first, then by the criteria of [`Rank`].
+    /// The least loaded provider first, then by the criteria of [`decisive`].
     Spread,
-    /// The most loaded provider first, then by the criteria of [`Rank`].
+    /// The most loaded provider first, then by the criteria of [`decisive`].
     Pack,
     /// The kernel's choice: the number of the provider that `pci_p2pmem_find_many()` returned, or `None` if the kernel
     /// chose no provider.
@@ -86,6 +87,25 @@ pub(crate) struct Request {
     pub(crate) strategy: Strategy,
     /// Farthest allowed path class, or `None` to allow every reachable provider.
     pub(crate) max_class: Option<PathClass>,
+}
+
+impl Request {
+    /// A request that excludes and prefers no provider, for a ranking that serves any request of the strategy *nearest*.
+    pub(crate) fn any(clients: usize) -> Self {
+        Self {
+            size: 0,
+            align: 0,
+            clients,
+            named: Named::Any,
+            strategy: Strategy::Nearest,
+            max_class: None,
+        }
+    }
+
+    /// Returns whether the load of a provider counts before its distance.
+    pub(crate) fn is_by_load(&self) -> bool {
+        matches!(self.strategy, Strategy::Spread | Strategy::Pack)
+    }
 }
 
 /// A provider as input of the choice.
@@ -113,14 +133,6 @@ pub(crate) struct Candidate<'a> {
 }
 
 impl Candidate<'_> {
-    /// Notes that an allocation of `size` bytes failed, because another request took the memory first.
-    ///
-    /// The next [`decide`] treats the candidate as if it had no contiguous piece of `size` bytes. Each call excludes one
-    /// candidate, so retries end after as many rounds as there are candidates.
-    pub(crate) fn refused(&mut self, size: u64) {
-        self.largest = self.largest.min(size.saturating_sub(1));
-    }
-
     /// Returns whether an empty provider of this size could hold the request.
     fn could_hold(&self, request: &Request) -> bool {
         let align = request.align.max(1);
@@ -135,54 +147,32 @@ impl Candidate<'_> {
     }
 }
 
-/// The criteria that choose among eligible candidates, in the order of their importance. The smaller rank wins.
-struct Rank {
-    /// The preference of the administrator's rules, then the preference of the file rules.
-    preference: (Preference, Preference),
-    /// The distance to the clients.
-    distance: Distance,
-    /// Load in permille.
-    load: u64,
-    /// Size of the largest contiguous piece. The larger piece wins: more space remains for the next request.
-    largest: Reverse<u64>,
-    /// The provider's number: the provider that was published first wins.
-    id: u32,
-}
-
-impl Rank {
-    fn of(candidate: &Candidate<'_>, reach: &Reach) -> Self {
-        Self {
-            preference: (candidate.effect.preference, candidate.effect.file_preference),
-            distance: Distance::from(reach),
-            load: candidate.load(),
-            largest: Reverse(candidate.largest),
-            id: candidate.id,
-        }
-    }
-
-    /// Compares two ranks. Returns the order, and the verdict code of the criterion that decides.
-    fn compare(&self, other: &Self, strategy: Strategy) -> (Ordering, VerdictCode) {
-        let same = (Ordering::Equal, VerdictCode::Order);
-        let (here, there) = (&self.distance, &other.distance);
-        let criteria = [
-            (self.preference.cmp(&other.preference), VerdictCode::Preference),
-            match strategy {
-                Strategy::Spread => (self.load.cmp(&other.load), VerdictCode::Load),
-                Strategy::Pack => (other.load.cmp(&self.load), VerdictCode::Packed),
-                Strategy::Nearest | Strategy::Upstream(_) => same,
-            },
-            (here.class.cmp(&there.class), VerdictCode::Class),
-            (here.hops.cmp(&there.hops), VerdictCode::Hops),
-            (here.bandwidth.cmp(&there.bandwidth), VerdictCode::Bandwidth),
-            (here.numa.cmp(&there.numa), VerdictCode::Numa),
-            (self.load.cmp(&other.load), VerdictCode::Load),
-            (self.largest.cmp(&other.largest), VerdictCode::Space),
-        ];
-        criteria
-            .into_iter()
-            .find(|(ordering, _)| ordering.is_ne())
-            .unwrap_or((self.id.cmp(&other.id), VerdictCode::Order))
-    }
+/// Returns the verdict code of the first criterion by which a candidate differs from another. The criteria choose among
+/// eligible candidates, in the order of their importance.
+fn decisive(
+    strategy: Strategy,
+    (one, here): (&Candidate<'_>, &Reach),
+    (other, there): (&Candidate<'_>, &Reach),
+) -> VerdictCode {
+    let preference = |effect: &RuleEffect| (effect.preference, effect.file_preference);
+    let other_load = one.load() != other.load();
+    let criteria = [
+        (
+            preference(&one.effect) != preference(&other.effect),
+            VerdictCode::Preference,
+        ),
+        (other_load && strategy == Strategy::Spread, VerdictCode::Load),
+        (other_load && strategy == Strategy::Pack, VerdictCode::Packed),
+        (here.class() != there.class(), VerdictCode::Class),
+        (here.hops != there.hops, VerdictCode::Hops),
+        (here.bandwidth != there.bandwidth, VerdictCode::Bandwidth),
+        (here.numa_distance != there.numa_distance, VerdictCode::Numa),
+        (other_load, VerdictCode::Load),
+        // The larger piece wins: more space remains for the next request.
+        (one.largest != other.largest, VerdictCode::Space),
+    ];
+    let decisive = criteria.into_iter().find(|(differs, _)| *differs);
+    decisive.map_or(VerdictCode::Order, |(_, code)| code)
 }
 
 /// The reason why a candidate cannot serve a request.
@@ -192,10 +182,8 @@ struct Objection {
     reason: Outcome,
 }
 
-/// Returns whether a candidate can serve the request, or the first objection.
-///
-/// Permanent objections come first: a provider that is both unreachable and full is reported as unreachable.
-fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Result<(), Objection> {
+/// Returns the first objection to a candidate that does not depend on free memory.
+fn exclusion(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Option<Objection> {
     let class = reach.class();
     let effect = &candidate.effect;
     let (code, rule, reason) = if matches!(request.named, Named::Require(id) if id != candidate.id) {
@@ -216,46 +204,40 @@ fn eligible(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Resu
         (VerdictCode::Quota, Some(over.rule), Outcome::Quota)
     } else if effect.over_cgroup {
         (VerdictCode::Cgroup, None, Outcome::Cgroup)
-    } else if candidate.free < request.size {
-        (VerdictCode::Full, None, Outcome::Full)
-    } else if candidate.free.saturating_sub(effect.reserved_for_others) < request.size {
-        (VerdictCode::Reserved, effect.reserved_by, Outcome::Reserved)
-    } else if candidate.exact && candidate.largest < request.size {
-        (VerdictCode::Fragmented, None, Outcome::Fragmented)
     } else {
-        return Ok(());
+        return None;
     };
-    Err(Objection { code, rule, reason })
+    Some(Objection { code, rule, reason })
 }
 
-/// The reason why a candidate may win. An earlier variant beats a later one.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum By {
-    /// The request prefers the candidate.
-    AllocRequest,
-    /// The kernel chose the candidate.
-    Kernel,
-    /// The candidate's rank decides.
-    Rank,
+/// Returns the first objection to a candidate, or `None` if it can serve the request.
+///
+/// Permanent objections come first: a provider that is both unreachable and full is reported as unreachable.
+fn objection(request: &Request, candidate: &Candidate<'_>, reach: &Reach) -> Option<Objection> {
+    let effect = &candidate.effect;
+    exclusion(request, candidate, reach).or_else(|| {
+        let (code, rule, reason) = if candidate.free < request.size {
+            (VerdictCode::Full, None, Outcome::Full)
+        } else if candidate.free.saturating_sub(effect.reserved_for_others) < request.size {
+            (VerdictCode::Reserved, effect.reserved_by, Outcome::Reserved)
+        } else if candidate.exact && candidate.largest < request.size {
+            (VerdictCode::Fragmented, None, Outcome::Fragmented)
+        } else {
+            return None;
+        };
+        Some(Objection { code, rule, reason })
+    })
 }
 
-/// Returns the reason why the candidate may win, or `None` if the kernel chose another provider.
+/// Returns the reason why a provider may win, or `None` if the kernel chose another provider.
 ///
 /// The kernel has no choice if the request requires a provider.
-fn contends(request: &Request, candidate: &Candidate<'_>) -> Option<By> {
+fn contends(request: &Request, id: u32) -> Option<By> {
     match (request.named, request.strategy) {
-        (Named::Prefer(id), _) if id == candidate.id => Some(By::AllocRequest),
+        (Named::Prefer(other), _) if other == id => Some(By::AllocRequest),
         (Named::Require(_), _) | (_, Strategy::Nearest | Strategy::Spread | Strategy::Pack) => Some(By::Rank),
-        (_, Strategy::Upstream(choice)) => (choice == Some(candidate.id)).then_some(By::Kernel),
+        (_, Strategy::Upstream(choice)) => (choice == Some(id)).then_some(By::Kernel),
     }
-}
-
-/// The best candidate found so far.
-struct Winner {
-    index: usize,
-    rank: Rank,
-    by: By,
-    effect: RuleEffect,
 }
 
 /// Returns whether the administrator's rules allow the candidate only if no other candidate can serve. This overrides the
@@ -264,189 +246,135 @@ fn avoided(effect: &RuleEffect) -> bool {
     effect.preference == Preference::Avoid
 }
 
-/// Returns why an eligible candidate lost, and the rule that decided, if a rule did.
-fn lost(request: &Request, effect: &RuleEffect, rank: &Rank, winner: &Winner) -> (VerdictCode, Option<RuleRef>) {
-    if avoided(effect) && !avoided(&winner.effect) {
-        return (VerdictCode::Preference, effect.preference_by);
+/// Returns the place of candidate number `index` in the ranking for a request. The free memory of the candidate does not count.
+pub(crate) fn rank(request: &Request, index: usize, candidate: &Candidate<'_>) -> RankedProvider {
+    let reach = Reach::of(request.clients, candidate.paths);
+    let by = contends(request, candidate.id).filter(|_| exclusion(request, candidate, &reach).is_none());
+    RankedProvider {
+        index,
+        size: candidate.size,
+        place: Place::new(by, &candidate.effect, &reach),
+        equal: 0,
     }
-    match winner.by {
-        By::AllocRequest => (VerdictCode::NotNamed, None),
-        By::Kernel => (VerdictCode::Upstream, None),
-        By::Rank => match rank.compare(&winner.rank, request.strategy).1 {
-            VerdictCode::Preference => {
-                // The rules either avoid this candidate or prefer the winner.
-                let (own, other, by, other_by) = if effect.preference == winner.effect.preference {
-                    let other = &winner.effect;
-                    (
-                        effect.file_preference,
-                        other.file_preference,
-                        effect.file_preference_by,
-                        other.file_preference_by,
-                    )
-                } else {
-                    let other = &winner.effect;
-                    (
-                        effect.preference,
-                        other.preference,
-                        effect.preference_by,
-                        other.preference_by,
-                    )
-                };
-                let decided = if own == Preference::Avoid && other != Preference::Avoid {
-                    by
-                } else {
-                    other_by
-                };
-                (VerdictCode::Preference, decided)
+}
+
+/// Returns the rule that made two candidates differ in preference. It either avoids the loser or prefers the winner.
+fn preferring_rule(loser: &RuleEffect, winner: &RuleEffect) -> Option<RuleRef> {
+    let (own, other, by, other_by) = if loser.preference == winner.preference {
+        (
+            loser.file_preference,
+            winner.file_preference,
+            loser.file_preference_by,
+            winner.file_preference_by,
+        )
+    } else {
+        (
+            loser.preference,
+            winner.preference,
+            loser.preference_by,
+            winner.preference_by,
+        )
+    };
+    if own == Preference::Avoid && other != Preference::Avoid {
+        by
+    } else {
+        other_by
+    }
+}
+
+/// Returns why an eligible candidate lost against `winner`, and the rule that decided, if a rule did.
+fn lost(
+    request: &Request,
+    (candidate, reach): (&Candidate<'_>, &Reach),
+    winner: &Candidate<'_>,
+) -> (VerdictCode, Option<RuleRef>) {
+    if avoided(&candidate.effect) && !avoided(&winner.effect) {
+        return (VerdictCode::Preference, candidate.effect.preference_by);
+    }
+    match contends(request, winner.id) {
+        Some(By::AllocRequest) => (VerdictCode::NotNamed, None),
+        Some(By::Kernel) => (VerdictCode::Upstream, None),
+        _ => {
+            let other = Reach::of(request.clients, winner.paths);
+            match decisive(request.strategy, (candidate, reach), (winner, &other)) {
+                VerdictCode::Preference => (
+                    VerdictCode::Preference,
+                    preferring_rule(&candidate.effect, &winner.effect),
+                ),
+                code => (code, None),
             }
-            code => (code, None),
-        },
+        }
     }
 }
 
-/// Finds the best candidate that is not among `taken`. With `skip_avoided`, excludes candidates that the rules avoid.
+/// Writes a verdict for each candidate, as many as `verdicts` has space for. Returns the outcome.
 ///
-/// Returns the winner and the outcome. Without a winner, the outcome is the reason of the candidate that came closest to
-/// being eligible.
-fn best(
+/// `picks` are the indexes of the providers that were chosen one after the other, the best one first. There are `wanted` of
+/// them, or no other candidate is eligible: then the outcome says why there is no further provider.
+pub(crate) fn explain(
     request: &Request,
     candidates: &[Candidate<'_>],
-    taken: &[usize],
-    skip_avoided: bool,
-) -> (Option<Winner>, Outcome) {
-    let mut winner: Option<Winner> = None;
-    let mut outcome = Outcome::NoProvider;
-
-    for (index, candidate) in indexed(candidates) {
-        if taken.contains(&index) || skip_avoided && avoided(&candidate.effect) {
-            continue;
-        }
-        let Some(by) = contends(request, candidate) else {
-            outcome = outcome.max(Outcome::NotUpstream);
-            continue;
-        };
-        let reach = Reach::of(request.clients, candidate.paths);
-        if let Err(objection) = eligible(request, candidate, &reach) {
-            outcome = outcome.max(objection.reason);
-            continue;
-        }
-        let rank = Rank::of(candidate, &reach);
-        let claim = (avoided(&candidate.effect), by);
-        let wins = winner
-            .as_ref()
-            .is_none_or(|winner| match claim.cmp(&(avoided(&winner.effect), winner.by)) {
-                Ordering::Less => true,
-                Ordering::Equal => rank.compare(&winner.rank, request.strategy).0.is_lt(),
-                Ordering::Greater => false,
-            });
-        if wins {
-            winner = Some(Winner {
-                index,
-                rank,
-                by,
-                effect: candidate.effect,
-            });
-        }
-        outcome = Outcome::Chosen;
-    }
-    (winner, outcome)
-}
-
-/// Writes a verdict for each candidate.
-///
-/// `chosen` are the indices of the chosen candidates, and `last` is the worst of them. If `last` is `None`, the kernel
-/// chose another provider (`chosen` is empty), or too few candidates can hold a part (`chosen` is not empty).
-fn say(
-    request: &Request,
-    candidates: &[Candidate<'_>],
-    chosen: &[usize],
-    last: Option<&Winner>,
+    picks: &[usize],
+    wanted: usize,
     verdicts: &mut [Verdict],
-) {
-    for ((index, candidate), slot) in indexed(candidates).zip(verdicts) {
+) -> Outcome {
+    let last = picks.last().filter(|_| picks.len() == wanted);
+    let last = last.and_then(|&at| candidates.get(at));
+    let mut outcome = Outcome::NoProvider;
+    let mut slots = verdicts.iter_mut();
+    for (index, candidate) in indexed(candidates) {
         let reach = Reach::of(request.clients, candidate.paths);
-        let (code, rule) = match (eligible(request, candidate, &reach), last) {
-            (Err(objection), _) => (objection.code, objection.rule),
-            (Ok(()), Some(_)) if chosen.contains(&index) => {
+        let objection = objection(request, candidate, &reach);
+        let reason = objection.as_ref().map(|objection| objection.reason);
+        outcome = match contends(request, candidate.id) {
+            None => outcome.max(Outcome::NotUpstream),
+            Some(_) => outcome.max(reason.unwrap_or(outcome)),
+        };
+        let (code, rule) = match (objection, last) {
+            (Some(objection), _) => (objection.code, objection.rule),
+            (None, Some(_)) if picks.contains(&index) => {
                 let effect = &candidate.effect;
                 let preferred = effect.preference == Preference::Prefer;
                 (VerdictCode::Chosen, effect.preference_by.filter(|_| preferred))
             }
-            (Ok(()), Some(last)) => lost(request, &candidate.effect, &Rank::of(candidate, &reach), last),
-            (Ok(()), None) if !chosen.is_empty() => (VerdictCode::TooFew, None),
+            (None, Some(last)) => lost(request, (candidate, &reach), last),
+            (None, None) if !picks.is_empty() => (VerdictCode::TooFew, None),
             // The candidate is eligible, but there is no winner: the kernel chose another provider.
-            (Ok(()), None) => (VerdictCode::Upstream, None),
+            (None, None) => (VerdictCode::Upstream, None),
         };
-        *slot = Verdict {
-            provider: candidate.id,
-            code,
-            rule,
-            worst_client: u32::try_from(reach.worst_client).unwrap_or(u32::MAX),
-            class: reach.class(),
-            hops: reach.hops,
-            bandwidth: reach.bandwidth,
-            numa_distance: reach.numa_distance,
-            size: candidate.size,
-            free: candidate.free,
-            largest: candidate.largest,
-        };
+        if let Some(slot) = slots.next() {
+            *slot = Verdict {
+                provider: candidate.id,
+                code,
+                rule,
+                worst_client: u32::try_from(reach.worst_client).unwrap_or(u32::MAX),
+                class: reach.class(),
+                hops: reach.hops,
+                bandwidth: reach.bandwidth,
+                numa_distance: reach.numa_distance,
+                size: candidate.size,
+                free: candidate.free,
+                largest: candidate.largest,
+            };
+        }
     }
-}
-
-/// Chooses a provider.
-///
-/// Writes the verdict of `candidates[i]` to `verdicts[i]`. If `verdicts` is shorter than `candidates`, writes only that
-/// many verdicts; if it is longer, keeps the rest as it is. The choice does not depend on `verdicts`.
-///
-/// The time is proportional to candidates times clients, the stack usage is constant.
-pub(crate) fn decide(request: &Request, candidates: &[Candidate<'_>], verdicts: &mut [Verdict]) -> Choice {
-    let (winner, outcome) = best(request, candidates, &[], false);
-    let chosen = winner.as_ref().map(|winner| winner.index);
-    say(request, candidates, chosen.as_slice(), winner.as_ref(), verdicts);
-    Choice { chosen, outcome }
-}
-
-/// Chooses up to `picks.len()` providers, the best one first, each for a part of the requested size.
-///
-/// Returns the number of chosen providers, and the outcome of the last step. If the number is less than `picks.len()`, the
-/// outcome says why there is no further provider. With `skip_avoided`, excludes providers that the rules avoid.
-///
-/// The time is that of [`decide`], multiplied by the number of picks.
-pub(crate) fn decide_several(
-    request: &Request,
-    candidates: &[Candidate<'_>],
-    skip_avoided: bool,
-    picks: &mut [usize],
-    verdicts: &mut [Verdict],
-) -> (usize, Outcome) {
-    let mut found = 0;
-    let mut last = None;
-    let mut end = Outcome::NoProvider;
-    while found < picks.len() {
-        let taken = picks.get(..found).unwrap_or_default();
-        let (winner, outcome) = best(request, candidates, taken, skip_avoided);
-        end = outcome;
-        last = winner;
-        let (Some(winner), Some(slot)) = (&last, picks.get_mut(found)) else {
-            break;
-        };
-        *slot = winner.index;
-        found = found.saturating_add(1);
+    if last.is_some() {
+        Outcome::Chosen
+    } else {
+        outcome
     }
-    say(
-        request,
-        candidates,
-        picks.get(..found).unwrap_or_default(),
-        last.as_ref(),
-        verdicts,
-    );
-    (found, end)
 }
 
 #[cfg(any(test, CONFIG_KUNIT))]
 #[cfg_attr(not(test), kernel::prelude::kunit_tests(p2pmem_placement))]
 mod tests {
     use super::*;
+
+    use crate::policy::ranking::{
+        best,
+        group,
+        Capacity, //
+    };
 
     const PAGE: u64 = 4096;
     const NEAR: Path = Path {
@@ -482,11 +410,55 @@ mod tests {
         max_class: None,
     };
 
+    /// Ranks the candidates and chooses up to `picks.len()` of them. Returns their number and the outcome.
+    fn decide<const N: usize>(
+        request: &Request,
+        candidates: &[Candidate<'_>; N],
+        picks: &mut [usize],
+        verdicts: &mut [Verdict],
+    ) -> (usize, Outcome) {
+        let mut index = 0;
+        let mut ranking = candidates.map(|candidate| {
+            index += 1;
+            rank(request, index - 1, &candidate)
+        });
+        // Few elements: objtool warns about a branch of core's sort.
+        for at in 1..N {
+            for at in (1..=at).rev() {
+                if ranking[at - 1].place > ranking[at].place {
+                    ranking.swap(at - 1, at);
+                }
+            }
+        }
+        group(&mut ranking, request.is_by_load());
+        let mut found = 0;
+        while found < picks.len() {
+            let fit = |ranked: &RankedProvider| {
+                let candidate = &candidates[ranked.index];
+                let taken = picks[..found].contains(&ranked.index);
+                (!taken && candidate.live && candidate.largest >= request.size).then_some(Capacity {
+                    free: candidate.free,
+                    largest: candidate.largest,
+                })
+            };
+            let Some(next) = best(&ranking, request.strategy == Strategy::Pack, fit) else {
+                break;
+            };
+            picks[found] = next.index;
+            found += 1;
+        }
+        (
+            found,
+            explain(request, candidates, &picks[..found], picks.len(), verdicts),
+        )
+    }
+
     /// Returns the index of the chosen candidate and the verdict codes of two candidates.
     fn codes(request: &Request, candidates: &[Candidate<'_>; 2]) -> (Option<usize>, [VerdictCode; 2]) {
         let mut verdicts = [Verdict::EMPTY; 2];
-        let decision = decide(request, candidates, &mut verdicts);
-        (decision.chosen, verdicts.map(|verdict| verdict.code))
+        let mut pick = [0];
+        let (found, _) = decide(request, candidates, &mut pick, &mut verdicts);
+        ((found == 1).then_some(pick[0]), verdicts.map(|verdict| verdict.code))
     }
 
     #[test]
@@ -549,16 +521,23 @@ mod tests {
             (|c| c.live = false, VerdictCode::Removing, Outcome::Removing),
             (|c| c.paths = &[], VerdictCode::Unreachable, Outcome::Unreachable),
             (|c| c.size = 3 * PAGE, VerdictCode::TooSmall, Outcome::TooSmall),
-            (|c| c.free = 3 * PAGE, VerdictCode::Full, Outcome::Full),
-            (|c| c.refused(4 * PAGE), VerdictCode::Fragmented, Outcome::Fragmented),
+            (
+                |c| (c.free, c.largest) = (3 * PAGE, 3 * PAGE),
+                VerdictCode::Full,
+                Outcome::Full,
+            ),
+            (
+                |c| c.largest = 4 * PAGE - 1,
+                VerdictCode::Fragmented,
+                Outcome::Fragmented,
+            ),
         ];
         for (spoil, code, outcome) in cases {
             let mut pair = [candidate(1, &near), candidate(2, &near)];
             spoil(&mut pair[0]);
             assert_eq!(codes(&REQUEST, &pair), (Some(1), [code, VerdictCode::Chosen]));
             spoil(&mut pair[1]);
-            let decision = decide(&REQUEST, &pair, &mut []);
-            assert!(decision.chosen.is_none() && decision.outcome == outcome);
+            assert_eq!(decide(&REQUEST, &pair, &mut [0], &mut []), (0, outcome));
         }
         let pair = [candidate(1, &gone), candidate(2, &near)];
         assert_eq!(
@@ -573,7 +552,7 @@ mod tests {
             codes(&first, &pair),
             (None, [VerdictCode::Unreachable, VerdictCode::NotNamed])
         );
-        assert!(decide(&REQUEST, &[], &mut []).outcome == Outcome::NoProvider);
+        assert_eq!(decide(&REQUEST, &[], &mut [0], &mut []), (0, Outcome::NoProvider));
     }
 
     #[test]
@@ -583,25 +562,20 @@ mod tests {
         all[2].free -= PAGE;
         let mut verdicts = [Verdict::EMPTY; 3];
         let mut picks = [0; 2];
-        let answer = decide_several(&REQUEST, &all, false, &mut picks, &mut verdicts);
+        let answer = decide(&REQUEST, &all, &mut picks, &mut verdicts);
         assert_eq!((answer, picks), ((2, Outcome::Chosen), [1, 2]));
         let codes = verdicts.map(|verdict| verdict.code);
         assert_eq!(codes, [VerdictCode::Hops, VerdictCode::Chosen, VerdictCode::Chosen]);
-        // With one pick, the result is the choice of `decide()`.
-        let mut one = [9];
-        assert_eq!(decide_several(&REQUEST, &all, false, &mut one, &mut []).0, 1);
-        assert_eq!(decide(&REQUEST, &all, &mut []).chosen, Some(one[0]));
         // One provider is full. The free memory of the others does not suffice.
-        all[0].free = 0;
+        (all[0].free, all[0].largest) = (0, 0);
         let mut three = [0; 3];
-        let answer = decide_several(&REQUEST, &all, false, &mut three, &mut verdicts);
+        let answer = decide(&REQUEST, &all, &mut three, &mut verdicts);
         assert_eq!(answer, (2, Outcome::Full));
         let codes = verdicts.map(|verdict| verdict.code);
         assert_eq!(codes, [VerdictCode::Full, VerdictCode::TooFew, VerdictCode::TooFew]);
-        // A provider that the rules avoid comes last, and is excluded with `skip_avoided`.
+        // A provider that the rules avoid comes last.
         all[1].effect.preference = Preference::Avoid;
-        assert_eq!(decide_several(&REQUEST, &all, false, &mut picks, &mut []).0, 2);
+        assert_eq!(decide(&REQUEST, &all, &mut picks, &mut []).0, 2);
         assert_eq!(picks, [2, 1]);
-        assert_eq!(decide_several(&REQUEST, &all, true, &mut picks, &mut []).0, 1);
     }
 }

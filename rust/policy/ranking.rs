@@ -1,18 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The fast path of a decision.
+//! The choice of a provider from a ranking.
 //!
-//! [`nearest`] chooses from a ranking that is sorted once, and from one free-space hint per provider. If the hints of the
-//! providers that matter do not suffice, [`nearest`] returns nothing and the caller falls back to
-//! [`decide`](super::placement::decide), which gives the same answer.
+//! A ranking has everything that does not change while nothing but free memory changes: which providers the request and the
+//! rules exclude, which they prefer, and the distances. It is sorted once. [`best`] compares free memory among the first
+//! providers of the ranking that have the same place.
 //!
 //! The file is pure: it needs nothing but `core` and the other pure files, allocates nothing, cannot panic, and holds no `unsafe`.
 //! The same source is compiled into the module and into the host tests of tests/suites/pure.
 
 use crate::policy::{
-    distance::Distance,
+    distance::Reach,
     path::PathClass,
-    rule_effect::Preference, //
+    rule_effect::{
+        Preference,
+        RuleEffect, //
+    }, //
 };
 
 /// Returns the used part of `size` bytes of which `free` are free, in permille, rounded down. Returns 1000 if `size` is 0.
@@ -47,7 +50,8 @@ impl Capacity {
 
     /// Returns whether the provider was not being removed.
     pub(crate) fn is_live(&self) -> bool {
-        *self != Self::REMOVED
+        // No BAR is as large.
+        self.free >> 63 == 0
     }
 
     /// Returns the free bytes, at least [`Self::largest`]: a piece may have grown after the free bytes were counted.
@@ -56,118 +60,143 @@ impl Capacity {
     }
 }
 
-/// What a free-space hint says about a request: whether size and alignment fit, and the provider's capacity. `Unknown` if
-/// the hint can prove neither: more than [`Capacity::largest`] may be in one piece.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FitHint {
-    Fits(Capacity),
-    Short(Capacity),
-    Unknown(Capacity),
+/// The reason why a provider may be chosen. An earlier variant beats a later one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum By {
+    /// The request prefers the provider.
+    AllocRequest,
+    /// The kernel chose the provider.
+    Kernel,
+    /// The other criteria decide.
+    Rank,
 }
 
-/// A provider in the ranking of [`nearest`]. `G` is the type of its free-space hint.
-#[derive(Clone, Debug)]
-pub(crate) struct RankedProvider<G> {
+/// The place of a provider in a ranking. The smaller one is better.
+///
+/// All criteria but free memory are in one number, the most important ones in the highest bits: one number is compared faster
+/// than a list of criteria.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Place(u128);
+
+impl Place {
+    const AVOIDED: u32 = 1 << 6;
+    const EXCLUDED: u32 = 1 << 7;
+
+    /// Returns the place of a provider that may be chosen for the reason `by`; `None` if the provider cannot serve the request,
+    /// however much memory is free.
+    pub(super) fn new(by: Option<By>, effect: &RuleEffect, reach: &Reach) -> Self {
+        let avoided = match effect.preference {
+            Preference::Avoid => Self::AVOIDED,
+            Preference::Prefer | Preference::Neutral => 0,
+        };
+        let preferences = (effect.preference as u32) << 2 | effect.file_preference as u32;
+        let standing = by.map_or(Self::EXCLUDED, |by| avoided | (by as u32) << 4 | preferences);
+        // An unknown value (0) loses.
+        let numa = match reach.numa_distance {
+            0 => u32::MAX,
+            known => known,
+        };
+        let class = reach.class().map_or(0, PathClass::as_raw);
+        let criteria = [standing << 8 | class, reach.hops, !reach.bandwidth, numa];
+        Self(criteria.into_iter().fold(0, |sum, word| sum << 32 | u128::from(word)))
+    }
+
+    /// Returns the part that the request and the rules decide.
+    fn standing(self) -> u32 {
+        (self.0 >> 104) as u32
+    }
+
+    /// Whether the provider cannot serve the request.
+    pub(crate) fn is_excluded(self) -> bool {
+        self.standing() == Self::EXCLUDED
+    }
+
+    /// Whether the provider cannot serve the request, or the administrator's rules avoid the provider.
+    pub(crate) fn is_avoided(self) -> bool {
+        self.standing() >= Self::AVOIDED
+    }
+
+    /// Returns the class of the farthest path in the ABI; 0 without clients.
+    pub(crate) fn class_raw(self) -> u32 {
+        u32::from((self.0 >> 96) as u8)
+    }
+}
+
+/// A provider in a ranking.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RankedProvider {
     /// Index of the provider in the order of provider numbers.
     pub(crate) index: usize,
     /// Bytes that the provider manages.
     pub(crate) size: u64,
-    /// Preference of the administrator's rules; `None` if rules deny the provider or a client cannot reach it.
-    pub(crate) preference: Option<Preference>,
-    /// Distance from the clients.
-    pub(crate) distance: Distance,
-    /// Number of providers of the same order from this one on, including this one. Set by [`group`].
+    pub(crate) place: Place,
+    /// Number of providers from this one on that are compared by load, including this one. Set by [`group`].
     pub(crate) equal: usize,
-    pub(crate) hint: G,
 }
 
-/// Sets [`RankedProvider::equal`] in a ranking that is sorted by [`RankedProvider::order`].
-pub(crate) fn group<G>(ranking: &mut [RankedProvider<G>]) {
-    let mut after: Option<(Order, usize)> = None;
+impl RankedProvider {
+    /// Returns whether a path to the provider is farther than `max_class` allows.
+    #[inline(always)]
+    pub(crate) fn is_beyond(&self, max_class: Option<PathClass>) -> bool {
+        max_class.is_some_and(|max| self.place.class_raw() > max.as_raw())
+    }
+}
+
+/// Sets [`RankedProvider::equal`] in a ranking that is sorted by [`Place`]. With `by_load`, load counts before the distance.
+pub(crate) fn group(ranking: &mut [RankedProvider], by_load: bool) {
+    let mut after: Option<(Place, usize)> = None;
     for ranked in ranking.iter_mut().rev() {
-        let order = ranked.order();
-        let others = after.filter(|(other, _)| *other == order);
-        ranked.equal = others.map_or(0, |(_, count)| count).saturating_add(1);
-        after = Some((order, ranked.equal));
+        let place = ranked.place;
+        let same = |other: Place| other == place || by_load && other.standing() == place.standing();
+        ranked.equal = after
+            .filter(|(other, _)| same(*other))
+            .map_or(0, |(_, equal)| equal)
+            .saturating_add(1);
+        after = Some((place, ranked.equal));
     }
 }
 
-/// The position in the ranking. Providers without a preference come last.
-type Order = (bool, Option<Preference>, Distance);
-
-impl<G> RankedProvider<G> {
-    /// Returns the sort key; a smaller key comes earlier in the ranking.
-    pub(crate) fn order(&self) -> Order {
-        (self.preference.is_none(), self.preference, self.distance)
-    }
-
-    /// Returns the value of the class in the ABI; 0 without clients.
-    pub(crate) fn class_raw(&self) -> u32 {
-        self.distance.class.map_or(0, PathClass::as_raw)
-    }
-}
-
-/// Returns the provider that [`decide`](super::placement::decide) would choose for a request that names no provider and
-/// has the strategy *nearest*, if no rule affects the choice except by [`RankedProvider::preference`].
+/// Returns the best provider of a ranking for which `fit` returns a capacity, if there is one.
 ///
-/// Returns `None` if no provider can serve, if rules prefer a provider that is too far to one that can serve, or if `fit`
-/// returns [`FitHint::Unknown`] for a provider that might be the result. Providers that rank behind the result do not matter.
-///
-/// `ranking` is sorted by [`RankedProvider::order`], then by provider number, and is [grouped](group). `fit` is called
-/// once for each hint. The result is stored in `capacities`, which has the length and the order of `ranking`.
-///
-/// Compares only the first provider that can serve and those of the same order, and reads no path. There are no verdicts:
-/// a caller that needs them calls `decide()`.
-pub(crate) fn nearest<'a, G>(
-    max_class: Option<PathClass>,
-    ranking: &'a [RankedProvider<G>],
-    capacities: &mut [Capacity],
-    mut fit: impl FnMut(&G) -> FitHint,
-) -> Option<&'a RankedProvider<G>> {
-    let mut best = None;
-    // Load, size and capacity of `best`. Without `best`, the capacity is empty: no request fits in it.
+/// `ranking` is sorted by [`Place`], then by provider number, and is [grouped](group). With `pack`, the most loaded provider of a
+/// group is the best one, else the least loaded. `fit` is called once for each provider, but not for those behind the
+/// group of the result, or excluded ones.
+#[inline(always)]
+pub(crate) fn best(
+    ranking: &[RankedProvider],
+    pack: bool,
+    mut fit: impl FnMut(&RankedProvider) -> Option<Capacity>,
+) -> Option<&RankedProvider> {
+    let mut best: Option<&RankedProvider> = None;
+    // Load, size and capacity of `best`. Without `best`, no capacity is the same.
     let mut least = u64::MAX;
     let mut whole = 0;
-    let mut its = Capacity::EMPTY;
+    let mut its = Capacity::REMOVED;
     let mut left = ranking;
-    let mut slots = capacities;
     while let Some(first) = left.first() {
-        let class = first.distance.class;
-        let too_far = class == Some(PathClass::Unreachable) || max_class.is_some_and(|max| class > Some(max));
-        if best.is_some() || too_far || first.preference.is_none() {
+        if best.is_some() || first.place.is_excluded() {
             break;
         }
         let (tier, farther) = left.split_at_checked(first.equal.max(1)).unwrap_or((left, &[]));
-        let (own, others) = slots.split_at_mut_checked(tier.len())?;
         left = farther;
-        slots = others;
-        for (ranked, slot) in tier.iter().zip(own) {
-            let has = match fit(&ranked.hint) {
-                FitHint::Fits(has) => has,
-                FitHint::Short(has) => {
-                    *slot = has;
-                    continue;
-                }
-                FitHint::Unknown(_) => return None,
+        for ranked in tier {
+            let Some(has) = fit(ranked) else {
+                continue;
             };
-            *slot = has;
-            // Skip the division if the load cannot be less. This is common for idle providers of the same size.
+            // Skip the division if the load cannot be better. This is common for idle providers of the same size.
             if has.free == its.free && ranked.size == whole && has.largest <= its.largest {
                 continue;
             }
-            let load = load(ranked.size, has.free());
-            if load < least || load == least && has.largest > its.largest {
+            let used = load(ranked.size, has.free());
+            let load = if pack { u64::MAX.wrapping_sub(used) } else { used };
+            let larger = || has.largest > its.largest && best.is_some_and(|best| best.place == ranked.place);
+            if best.is_none() || load < least || load == least && larger() {
                 best = Some(ranked);
                 least = load;
                 whole = ranked.size;
                 its = has;
             }
         }
-    }
-    // The remaining providers are less preferred or too far. Only their capacity is stored.
-    for (ranked, slot) in left.iter().zip(slots) {
-        let (FitHint::Fits(has) | FitHint::Short(has) | FitHint::Unknown(has)) = fit(&ranked.hint);
-        *slot = has;
     }
     best
 }

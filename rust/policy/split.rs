@@ -16,8 +16,15 @@ pub(crate) struct Split {
 impl Split {
     /// Divides `size` bytes into `parts`. `page` is the page size in bytes, and `size` is a multiple of it. Boundaries are
     /// multiples of `align` if a part is that large and no part becomes empty, else of `page`. `None` if a part would be
-    /// empty even so.
+    /// empty even so. A single part has the whole size.
     pub(crate) fn new(size: u64, parts: u64, page: u64, align: u64) -> Option<Self> {
+        if parts == 1 && size > 0 {
+            return Some(Self {
+                size,
+                parts,
+                share: size,
+            });
+        }
         let even = size.div_ceil(parts.max(1));
         let unit = if even >= align { align.max(page) } else { page };
         [unit, page].into_iter().find_map(|unit| {

@@ -99,7 +99,7 @@ pub(crate) struct Verdict {
 }
 
 impl Verdict {
-    /// The initial value of an array that [`decide`](super::placement::decide) overwrites.
+    /// The initial value of an array that [`explain`](super::placement::explain) overwrites.
     pub(crate) const EMPTY: Self = Self {
         provider: 0,
         code: VerdictCode::NotNamed,
@@ -162,13 +162,4 @@ impl Outcome {
     pub(crate) fn is_out_of_space(self) -> bool {
         matches!(self, Self::Full | Self::Reserved | Self::Fragmented)
     }
-}
-
-/// The result of [`decide`](super::placement::decide).
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Choice {
-    /// Index of the chosen candidate; `Some` if and only if `outcome` is [`Outcome::Chosen`].
-    pub(crate) chosen: Option<usize>,
-    /// The outcome.
-    pub(crate) outcome: Outcome,
 }

@@ -9,13 +9,13 @@ use crate::{
     alloc::{
         explanation::{
             Decision,
-            Explanation,
-            QuickDecision, //
+            Explanation, //
         },
         orchestrator::{
             OpenFile,
             Orchestrator, //
         },
+        request::AllocRequest,
         rules::RuleSet, //
     },
     ext::{
@@ -26,7 +26,8 @@ use crate::{
         refusal::{
             refuse,
             Answer,
-            Refusal, //
+            Refusal,
+            Text, //
         }, //
     },
     mem::buffer::{
@@ -50,12 +51,19 @@ use kernel::{
     sync::{Arc, Mutex},
 };
 
+/// What `P2PMEM_EXPLAIN_LAST` explains.
+enum Last {
+    Decision(KBox<Decision>),
+    /// A refusal without a decision: the errno, positive, and the message.
+    Refusal(i32, KBox<Text>),
+}
+
 /// The last decision of a file.
 struct LastDecision {
-    /// The last decision or refusal, for `P2PMEM_EXPLAIN_LAST`.
-    decision: Option<Decision>,
-    /// An allocation that the next quick decision reuses.
-    spare: Option<KBox<QuickDecision>>,
+    /// `None` before the first one, and if there was no memory to remember it.
+    last: Option<Last>,
+    /// A decision whose memory the next one reuses.
+    spare: Option<KBox<Decision>>,
 }
 
 /// An open file.
@@ -94,7 +102,7 @@ impl File {
                 exports,
                 rules <- new_mutex!(None),
                 last <- new_mutex!(LastDecision {
-                    decision: None,
+                    last: None,
                     spare: None,
                 }),
                 events,
@@ -148,34 +156,66 @@ impl File {
 
     // Decisions
 
-    /// Remembers a decision and returns its buffer, or the refusal if the decision found none.
-    pub(super) fn settle(&self, holder: Option<Holder>, decision: Decision) -> Answer<Holder> {
-        let refusal = match &decision {
-            Decision::Explanation(explanation) if holder.is_none() => explanation.refusal(),
-            _ => Refusal::from(EINVAL),
+    /// Returns the place for a decision on a request: the spare one, or a new one. Errors: `ENOMEM`.
+    fn decision(&self, request: &AllocRequest) -> Result<KBox<Decision>> {
+        let spare = self.last.lock().spare.take();
+        match spare {
+            Some(spare) => Ok(spare),
+            None => Ok(KBox::new(Decision::new(request), GFP_KERNEL_ACCOUNT)?),
+        }
+    }
+
+    /// Decides on a request without allocating. Returns the id of the chosen provider, 0 for none, and the explanation, except if a
+    /// provider was chosen for a `silent` caller.
+    pub(super) fn decide(&self, request: &AllocRequest, silent: bool) -> Answer<(u32, Option<Explanation>)> {
+        if let Some(chosen) = silent.then(|| self.orchestrator.probe(request, self.id)).flatten() {
+            return Ok((chosen, None));
+        }
+        let mut decision = self.decision(request)?;
+        self.orchestrator.explain(request, self.id, &mut decision)?;
+        let chosen = decision.chosen();
+        let explanation = match silent && chosen != 0 {
+            true => None,
+            false => Some(decision.explanation()?),
         };
-        self.remember(Some(decision));
-        holder.ok_or(refusal)
-    }
-
-    /// Takes the spare allocation for a quick decision, if there is one.
-    #[inline(always)]
-    pub(super) fn take_spare(&self) -> Option<KBox<QuickDecision>> {
-        self.last.lock().spare.take()
-    }
-
-    /// Keeps an allocation as the spare one.
-    #[inline(always)]
-    pub(super) fn put_spare(&self, quick: KBox<QuickDecision>) {
-        let old = self.last.lock().spare.replace(quick);
+        let old = self.last.lock().spare.replace(decision);
         drop(old);
+        Ok((chosen, explanation))
     }
 
-    /// Replaces the last decision. `None` says that there was no memory to remember it.
-    pub(super) fn remember(&self, decision: Option<Decision>) {
+    /// Allocates the buffers of a request, at most `capacity` parts of a stripe, for the operation `what`. Calls `keep` with the
+    /// decision, which has the buffers and is then remembered. A refusal of a decision is logged and remembered here and has no
+    /// message, so that [`Self::refused`] does not replace it.
+    pub(super) fn allocate<T>(
+        &self,
+        what: &str,
+        request: &AllocRequest,
+        capacity: usize,
+        keep: impl FnOnce(&mut Decision) -> Answer<T>,
+    ) -> Answer<T> {
+        let mut decision = self.decision(request)?;
+        self.orchestrator.alloc(request, capacity, self.id, &mut decision)?;
+        let answer = if decision.is_complete() {
+            keep(&mut decision)
+        } else {
+            let refusal = decision.explanation()?.refusal();
+            refusal.log(what);
+            Err(Refusal::from(refusal.error))
+        };
+        self.remember(Some(Last::Decision(decision)));
+        answer
+    }
+
+    /// Allocates the one buffer of a request as [`Self::allocate`] does. Returns it and the class of its path.
+    pub(super) fn allocate_one(&self, what: &str, request: &AllocRequest) -> Answer<(Holder, u32)> {
+        self.allocate(what, request, 1, |decision| Ok(decision.take().next().ok_or(EINVAL)?))
+    }
+
+    /// Replaces the last decision.
+    fn remember(&self, new: Option<Last>) {
         let mut last = self.last.lock();
-        let old = match core::mem::replace(&mut last.decision, decision) {
-            Some(Decision::QuickDecision(quick)) => last.spare.replace(quick).map(Decision::QuickDecision),
+        let old = match core::mem::replace(&mut last.last, new) {
+            Some(Last::Decision(decision)) => last.spare.replace(decision).map(Last::Decision),
             other => other,
         };
         drop(last);
@@ -183,31 +223,22 @@ impl File {
     }
 
     /// Explains the last decision or refusal. Errors: `ENODATA` (none yet, or no memory to remember it), `ENOMEM`.
-    pub(super) fn last_explanation(&self) -> Answer<KBox<Explanation>> {
-        let last = self.last.lock();
-        // This refusal has no text, so that it does not replace the last decision.
-        let explanation = match last.decision.as_ref().ok_or(Refusal::from(abi::errno(abi::ENODATA)))? {
-            Decision::QuickDecision(quick) => quick.explanation()?,
-            Decision::Explanation(explanation) => explanation.again()?,
-        };
-        Ok(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?)
+    pub(super) fn last_explanation(&self) -> Answer<Explanation> {
+        match &self.last.lock().last {
+            // This refusal has no text, so that it does not replace the last decision.
+            None => Err(Refusal::from(abi::errno(abi::ENODATA))),
+            Some(Last::Decision(decision)) => Ok(decision.explanation()?),
+            Some(Last::Refusal(error, text)) => Ok(Explanation::of_refusal(*error, **text)),
+        }
     }
 
     /// Remembers a refusal for `P2PMEM_EXPLAIN_LAST` and logs it. A refusal without text is neither.
     pub(super) fn refused(&self, what: &str, refusal: &Refusal) {
         refusal.log(what);
-        if refusal.text().as_str().is_empty() {
-            return;
-        }
-        let error = -refusal.error.to_errno();
-        let remembered = match &self.last.lock().decision {
-            // A decision that found no provider was remembered with its verdicts just before.
-            Some(Decision::Explanation(last)) => last.error == error && last.text.as_str() == refusal.text().as_str(),
-            _ => false,
-        };
-        if !remembered {
-            let explanation = KBox::new(Explanation::of_refusal(error, *refusal.text()), GFP_KERNEL_ACCOUNT);
-            self.remember(explanation.ok().map(Decision::Explanation));
+        if !refusal.text().as_str().is_empty() {
+            let text = KBox::new(*refusal.text(), GFP_KERNEL_ACCOUNT);
+            let error = -refusal.error.to_errno();
+            self.remember(text.ok().map(|text| Last::Refusal(error, text)));
         }
     }
 

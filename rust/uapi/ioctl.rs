@@ -8,7 +8,6 @@
 
 use crate::{
     alloc::{
-        explanation::Decision,
         orchestrator::visible_bus_addr,
         request::AllocRequest, //
     },
@@ -252,10 +251,8 @@ impl File {
                 "a stripe is a buffer in each of several providers: allocate it by P2PMEM_IOC_STRIPE"
             ));
         }
-        let (holder, decision) = self.orchestrator.alloc(&request, self.id, self.take_spare())?;
-        let (provider, class) = (decision.chosen(), decision.class());
-        let holder = self.settle(holder, decision)?;
-        alloc.provider = provider;
+        let (holder, class) = self.allocate_one("ALLOC", &request)?;
+        alloc.provider = holder.provider.id;
         alloc.size = holder.size;
         alloc.mmap_offset = holder.page_offset << PAGE_SHIFT;
         alloc.bar_offset = holder.bar_offset;
@@ -286,33 +283,30 @@ impl File {
                 request.parts.max(1)
             ));
         }
-        let (made, explanation) = self.orchestrator.stripe(&request, capacity, self.id)?;
-        let refusal = made.is_empty().then(|| explanation.refusal());
-        self.remember(Some(Decision::Explanation(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?)));
-        if let Some(refusal) = refusal {
-            return Err(refusal);
-        }
-        let (_, mut out) = array(arg.parts, arg.nr_parts, arg.part_size)?;
-        let mut handles = KVec::with_capacity(made.len(), GFP_KERNEL_ACCOUNT)?;
-        let mut offset = 0;
-        for (holder, class) in made {
-            let part = abi::Part {
-                provider: holder.provider.id,
-                offset,
-                size: holder.size,
-                mmap_offset: holder.page_offset << PAGE_SHIFT,
-                bar_offset: holder.bar_offset,
-                class,
-                ..Default::default()
-            };
-            offset += holder.size;
-            let new = self.insert(holder)?;
-            out.write(&abi::Part {
-                handle: new.number,
-                ..part
-            })?;
-            handles.push(new, GFP_KERNEL_ACCOUNT)?;
-        }
+        let handles = self.allocate("STRIPE", &request, capacity, |decision| {
+            let (_, mut out) = array(arg.parts, arg.nr_parts, arg.part_size)?;
+            let mut handles = KVec::with_capacity(decision.picks().len(), GFP_KERNEL_ACCOUNT)?;
+            let mut offset = 0;
+            for (holder, class) in decision.take() {
+                let part = abi::Part {
+                    provider: holder.provider.id,
+                    offset,
+                    size: holder.size,
+                    mmap_offset: holder.page_offset << PAGE_SHIFT,
+                    bar_offset: holder.bar_offset,
+                    class,
+                    ..Default::default()
+                };
+                offset += holder.size;
+                let new = self.insert(holder)?;
+                out.write(&abi::Part {
+                    handle: new.number,
+                    ..part
+                })?;
+                handles.push(new, GFP_KERNEL_ACCOUNT)?;
+            }
+            Ok(handles)
+        })?;
         arg.nr_parts = handles.len() as u32;
         arg.size = request.size;
         Ok(handles)
@@ -431,27 +425,16 @@ impl File {
             self.last_explanation()?
         } else {
             let request = self.request(&explain.req)?;
-            let decision = if request.strategy == consts::STRATEGY_STRIPE {
-                Decision::Explanation(KBox::new(
-                    self.orchestrator.explain_stripe(&request, self.id)?,
-                    GFP_KERNEL_ACCOUNT,
-                )?)
-            } else {
-                self.orchestrator.explain(&request, self.id, self.take_spare())?
-            };
             let silent = explain.nr_verdicts == 0 && explain.text_len == 0;
-            match decision {
-                Decision::QuickDecision(quick) if silent => {
-                    explain.nr_verdicts = request.snapshot.providers.len() as u32;
-                    explain.text_len = Text::LONGEST;
-                    explain.error = 0;
-                    explain.chosen = quick.provider();
-                    self.put_spare(quick);
-                    return Ok(());
-                }
-                Decision::QuickDecision(quick) => KBox::new(quick.explanation()?, GFP_KERNEL_ACCOUNT)?,
-                Decision::Explanation(explanation) => explanation,
-            }
+            let (chosen, explanation) = self.decide(&request, silent)?;
+            let Some(explanation) = explanation else {
+                explain.nr_verdicts = request.snapshot.providers.len() as u32;
+                explain.text_len = Text::LONGEST;
+                explain.error = 0;
+                explain.chosen = chosen;
+                return Ok(());
+            };
+            explanation
         };
         let (_, mut out) = array(explain.verdicts, explain.nr_verdicts, explain.verdict_size)?;
         for verdict in explanation.verdicts.iter().take(explain.nr_verdicts as usize) {

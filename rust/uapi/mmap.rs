@@ -54,8 +54,7 @@ impl File {
                 // Clearing takes long, and readers of /proc/PID/maps wait for the mmap lock.
                 clearing: Clearing::AtFirstUse,
             };
-            let (holder, decision) = self.orchestrator.alloc(&request, self.id, self.take_spare())?;
-            let holder = self.settle(holder, decision)?;
+            let (holder, _) = self.allocate_one("mmap", &request)?;
             // The holder is dropped, and the mapping keeps the buffer.
             return attach(area, holder.buffer(), holder.page_offset);
         }

@@ -1,26 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0
 
-//! The choice of a provider for a request, and the allocation from that provider.
+//! The choice of providers for a request, and the allocation from them.
 //!
-//! Deciding goes in three stages, from cheap to complete: [`AllocRequest::quick`] without rules, `choose_fast` with rules
-//! that count no bytes, `choose_by` with everything. A stage that cannot decide passes the request to the next one; all
-//! give the same answer.
+//! A request is served by one provider, or, as a stripe, by several providers with one buffer each, all or none. The best
+//! providers of a ranking are chosen by their free memory. If one of them then gives no memory, it is excluded, and the next
+//! best one is chosen.
 //!
 //! Context: process context, may sleep, with no lock held. Locks: those of the rules and of the chosen provider, for short
 //! sections.
 
 use crate::{
     alloc::{
-        explanation::{
-            traced,
-            Decision,
-            DecisionInput,
-            QuickDecision, //
+        explanation::Decision,
+        orchestrator::{
+            Orchestrator,
+            PAGE, //
         },
-        orchestrator::Orchestrator,
         request::AllocRequest,
         rules::check::{
-            breaks,
             NotCharged,
             RuleCheck, //
         },
@@ -28,27 +25,28 @@ use crate::{
     },
     ext::{
         abi::consts,
+        free_hint::FitBounds,
         p2pdma,
         refusal::{
             refuse,
             Answer, //
-        }, //
-    },
-    mem::{
-        buffer::{
-            Buffer,
-            Holder,
-            Provider, //
         },
-        memory::Clearing, //
+        trace, //
+    },
+    mem::buffer::{
+        Buffer,
+        Provider, //
     },
     policy::{
         placement::{
-            self,
-            Candidate,
+            Named,
             Strategy, //
         },
-        verdict::Verdict, //
+        ranking::{
+            self,
+            RankedProvider, //
+        },
+        split::Split, //
     }, //
 };
 use kernel::{
@@ -59,199 +57,228 @@ use kernel::{
     },
 };
 
-/// Records in `candidate` why it gave no memory of `size` bytes, so that the next decision passes it over.
-///
-/// Errors: `EAGAIN` if the rules changed, and any error that is not the candidate's own, such as `EINTR`.
-pub(crate) fn exclude(candidate: &mut Candidate<'_>, size: u64, why: NotCharged) -> Result {
-    match why {
-        NotCharged::Broken(broken) => breaks(&mut candidate.effect, broken),
-        NotCharged::Cgroup => candidate.effect.over_cgroup = true,
-        NotCharged::Error(e) if e == ENOSPC => candidate.refused(size),
-        NotCharged::Error(e) if e == ENODEV => candidate.live = false,
-        NotCharged::Error(e) => return Err(e),
-        NotCharged::Stale => return Err(EAGAIN),
-    }
-    Ok(())
+/// How a decision is made.
+struct Mode {
+    /// The number of the file that makes the request.
+    file: u64,
+    /// Whether nothing is allocated.
+    dry: bool,
+    /// The largest number of parts of a stripe.
+    capacity: usize,
 }
 
 impl Orchestrator {
     /// The number of decisions for one request before `EAGAIN`, if the rules change during each of them.
-    pub(crate) const RULE_CHANGES: u32 = 16;
+    const RULE_CHANGES: u32 = 16;
 
-    /// Decides a request of `file`; with `take` set also allocates the buffer. `spare` is an unused decision whose memory
-    /// is reused.
+    /// Makes `decision` on a request of `file`, and allocates its buffers, at most `capacity` parts of a stripe. Without buffers
+    /// the decision says why, which is no error of this function.
     ///
-    /// Returns the handle of the buffer, if one was allocated, and the decision. A decision that chooses no provider is no
-    /// error of this function.
-    ///
-    /// Errors: `EAGAIN` if the rules changed [`Self::RULE_CHANGES`] times, `ENOMEM`, `EINTR`.
-    fn choose(
+    /// Errors: `EAGAIN` if the rules changed [`Self::RULE_CHANGES`] times, `EINVAL` if the size cannot be divided, `ENOMEM`,
+    /// `EINTR`.
+    pub(crate) fn alloc(
         &self,
         alloc_request: &AllocRequest,
+        capacity: usize,
         file: u64,
-        take: bool,
-        spare: Option<KBox<QuickDecision>>,
-    ) -> Answer<(Option<Holder>, Decision)> {
-        let mut spare = spare;
-        // Without rules and without anything to charge, the decision does not need the caller's credentials.
-        if !take && self.rules.are_none() && alloc_request.own.as_ref().is_none_or(|own| own.is_empty()) {
-            if let Some((quick, provider)) = alloc_request.quick(None, spare.take())? {
-                if provider.try_charge_cgroup(alloc_request.size).is_ok() {
-                    traced(alloc_request, file, (provider.id, 0), true);
-                    return Ok((None, Decision::QuickDecision(quick)));
-                }
-            }
-        }
-        for _ in 0..Self::RULE_CHANGES {
-            let rule_check = RuleCheck::new(&self.rules, alloc_request.own.clone(), file);
-            if let Some((held, quick)) =
-                self.choose_fast(&rule_check, alloc_request, take.then_some(file), spare.take())?
-            {
-                return Ok((held, Decision::QuickDecision(quick)));
-            }
-            if let Some(chosen) = self.choose_by(&rule_check, alloc_request, take.then_some(file))? {
-                return Ok(chosen);
-            }
-        }
-        Err(refuse!(EAGAIN, "the rules changed during every attempt: try again"))
+        decision: &mut Decision,
+    ) -> Answer {
+        let mode = Mode {
+            file,
+            dry: false,
+            capacity,
+        };
+        self.choose(alloc_request, &mode, decision)
     }
 
-    /// Decides as [`Self::choose`] does, if strategy `nearest` is wanted, no rule counts bytes and a provider can serve.
-    /// Otherwise, and if the allocation fails, returns `None`: [`Self::choose_by`] finds the reason.
-    fn choose_fast(
-        &self,
-        rule_check: &RuleCheck<'_>,
-        alloc_request: &AllocRequest,
-        take: Option<u64>,
-        spare: Option<KBox<QuickDecision>>,
-    ) -> Result<Option<(Option<Holder>, KBox<QuickDecision>)>> {
-        if !alloc_request.is_quick() {
-            return Ok(None);
-        }
-        let ruled = match rule_check.applicable_rules() {
-            _ if rule_check.is_empty() => None,
-            Some(standing) => Some(alloc_request.snapshot.ruled(standing)?),
-            None => return Ok(None),
+    /// Decides as [`Self::alloc`] would, without allocating.
+    pub(crate) fn explain(&self, alloc_request: &AllocRequest, file: u64, decision: &mut Decision) -> Answer {
+        let mode = Mode {
+            file,
+            dry: true,
+            capacity: consts::MAX_PARTS,
         };
-        let Some((quick, provider)) = alloc_request.quick(ruled.as_ref(), spare)? else {
-            return Ok(None);
-        };
-        let held = match take {
-            Some(file) => match self.take(
-                rule_check,
-                (alloc_request.size, alloc_request.align, alloc_request.clearing),
-                provider,
-                file,
-            ) {
-                Ok(holder) => Some(holder),
-                Err(_) => return Ok(None),
-            },
-            None if provider.try_charge_cgroup(alloc_request.size).is_err() => return Ok(None),
-            None => None,
-        };
-        traced(alloc_request, rule_check.file(), (provider.id, 0), take.is_none());
-        Ok(Some((held, quick)))
+        self.choose(alloc_request, &mode, decision)
     }
 
-    /// Decides as [`Self::choose`] does, with all rules and exact capacities. Returns `None` if the rules changed
-    /// meanwhile.
-    fn choose_by(
-        &self,
-        rule_check: &RuleCheck<'_>,
-        alloc_request: &AllocRequest,
-        take: Option<u64>,
-    ) -> Answer<Option<(Option<Holder>, Decision)>> {
+    /// Returns the id of the provider that [`Self::explain`] would choose, if nothing has to be explained or charged and there
+    /// are no rules. Allocates nothing. `None` if a decision is necessary.
+    pub(crate) fn probe(&self, alloc_request: &AllocRequest, file: u64) -> Option<u32> {
+        let ruled = !self.rules.are_none() || alloc_request.own.as_ref().is_some_and(|own| !own.is_empty());
+        if ruled || alloc_request.strategy != consts::STRATEGY_NEAREST || alloc_request.named != Named::Any {
+            return None;
+        }
         let snapshot = &*alloc_request.snapshot;
-        let providers = &snapshot.providers;
-        let mut candidates = snapshot.candidates(rule_check, alloc_request.size, alloc_request.align)?;
+        let need = FitBounds::of(alloc_request.size, alloc_request.align);
+        let fit = |ranked: &RankedProvider| {
+            let provider = &snapshot.providers[ranked.index];
+            if ranked.is_beyond(alloc_request.max_class) {
+                return None;
+            }
+            let has = provider.capacity_hint();
+            if need.are_met(&has) {
+                return Some(has);
+            }
+            let has = provider.exact_capacity(&need, alloc_request.size, alloc_request.align);
+            (has.is_live() && has.largest >= alloc_request.size).then_some(has)
+        };
+        let provider = &snapshot.providers[ranking::best(&snapshot.unruled.order, false, fit)?.index];
+        provider.try_charge_cgroup(alloc_request.size).ok()?;
+        traced(alloc_request, file, || (provider.id, 0), true);
+        Some(provider.id)
+    }
+
+    /// Decides, and allocates the buffers except in a dry run. Repeats the decision if the rules changed meanwhile.
+    fn choose(&self, alloc_request: &AllocRequest, mode: &Mode, decision: &mut Decision) -> Answer {
         let strategy = match alloc_request.strategy {
-            consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(snapshot)?),
+            consts::STRATEGY_UPSTREAM => Strategy::Upstream(Self::upstream_choice(&alloc_request.snapshot)?),
             consts::STRATEGY_SPREAD => Strategy::Spread,
             consts::STRATEGY_PACK => Strategy::Pack,
             _ => Strategy::Nearest,
         };
-        let request = alloc_request.request(strategy);
-        let mut verdicts = KVec::from_elem(Verdict::EMPTY, providers.len(), GFP_KERNEL)?;
-        // Each round that ends without memory excludes one candidate, so the loop ends.
-        loop {
-            let choice = placement::decide(&request, &candidates, &mut verdicts);
-            let chosen = choice.chosen.and_then(|at| Some((at, providers.get(at)?)));
-            if chosen.is_none() && take.is_some() {
+        for _ in 0..Self::RULE_CHANGES {
+            let rule_check = RuleCheck::new(self.rules(), alloc_request.own.clone(), mode.file);
+            if !self.choose_by(&rule_check, alloc_request, strategy, mode, decision)? {
+                continue;
+            }
+            decision.set_source(rule_check.into_source());
+            let providers = &alloc_request.snapshot.providers;
+            if !mode.dry && !decision.is_complete() {
                 for provider in providers {
                     provider.counters.failed.fetch_add(1, Relaxed);
                 }
             }
-            if let (None, Some((at, provider))) = (take, chosen) {
-                if provider
-                    .try_charge_cgroup(alloc_request.size)
-                    .is_err_and(|e| e == EAGAIN)
-                {
-                    candidates[at].effect.over_cgroup = true;
-                    continue;
-                }
-            }
-            let mut held = None;
-            if let (Some(file), Some((at, provider))) = (take, chosen) {
-                match self.take(
-                    rule_check,
-                    (alloc_request.size, alloc_request.align, alloc_request.clearing),
-                    provider,
-                    file,
-                ) {
-                    Ok(holder) => held = Some(holder),
-                    Err(NotCharged::Stale) => return Ok(None),
-                    Err(why) => {
-                        exclude(&mut candidates[at], alloc_request.size, why)?;
-                        continue;
-                    }
-                }
-            }
-            let input = DecisionInput {
-                size: alloc_request.size,
-                clients: snapshot.clients.len(),
-                rules: rule_check.source(),
-                providers: &snapshot.parts.providers,
-                candidates: &candidates,
-                verdicts: &verdicts,
-                outcome: choice.outcome,
-            };
-            let explanation = input.explanation(chosen.and_then(|(at, _)| snapshot.parts.providers.get(at)))?;
             traced(
                 alloc_request,
-                rule_check.file(),
-                (explanation.chosen, explanation.error),
-                take.is_none(),
+                mode.file,
+                || (decision.chosen(), decision.error()),
+                mode.dry,
             );
-            return Ok(Some((
-                held,
-                Decision::Explanation(KBox::new(explanation, GFP_KERNEL_ACCOUNT)?),
-            )));
+            return Ok(());
+        }
+        Err(refuse!(EAGAIN, "the rules changed during every attempt: try again"))
+    }
+
+    /// Decides as [`Self::choose`] does, with the rules of `rule_check`. Returns `false` if the rules changed meanwhile.
+    ///
+    /// For a stripe, tries the largest number of parts first, and all numbers without providers that rules avoid before any
+    /// number with them.
+    fn choose_by(
+        &self,
+        rule_check: &RuleCheck<'_>,
+        alloc_request: &AllocRequest,
+        strategy: Strategy,
+        mode: &Mode,
+        decision: &mut Decision,
+    ) -> Answer<bool> {
+        let snapshot = &*alloc_request.snapshot;
+        let (least, most) = match alloc_request.parts {
+            _ if !alloc_request.is_stripe() => (1, 1),
+            0 => (
+                1,
+                snapshot.providers.len().min(mode.capacity).clamp(1, consts::MAX_PARTS),
+            ),
+            parts => (parts, parts),
+        };
+        let mut divided = false;
+        for skip_avoided in [true, false] {
+            if skip_avoided && !alloc_request.is_stripe() {
+                continue;
+            }
+            for parts in (least..=most).rev() {
+                let Some(split) = Split::new(alloc_request.size, parts as u64, PAGE, alloc_request.align) else {
+                    continue;
+                };
+                divided = true;
+                let mut request = alloc_request.request(strategy);
+                request.size = split.share();
+                let ranking = snapshot.ranking(rule_check, &request)?;
+                decision.begin(alloc_request, (request, parts), ranking)?;
+                let is_current = self.attempt(rule_check, alloc_request, mode, (&split, skip_avoided), decision)?;
+                // If too few providers can serve a part of that size, fewer parts may do.
+                if !is_current || decision.is_complete() {
+                    return Ok(is_current);
+                }
+            }
+        }
+        if divided {
+            return Ok(true);
+        }
+        Err(refuse!(
+            EINVAL,
+            "{} bytes are not divided into {} equal parts of whole pages without one being empty",
+            alloc_request.size,
+            least
+        ))
+    }
+
+    /// Chooses providers for the parts of `split`, and allocates from them except in a dry run. Returns `false` if the rules
+    /// changed meanwhile. There are either all buffers or none.
+    fn attempt(
+        &self,
+        rule_check: &RuleCheck<'_>,
+        alloc_request: &AllocRequest,
+        mode: &Mode,
+        (split, skip_avoided): (&Split, bool),
+        decision: &mut Decision,
+    ) -> Answer<bool> {
+        let providers = &alloc_request.snapshot.providers;
+        // Each round that ends without memory excludes one provider, so the loop ends.
+        loop {
+            decision.choose(providers, skip_avoided)?;
+            if !decision.is_complete() {
+                return Ok(true);
+            }
+            let mut parts = 0..decision.picks().len();
+            let stopped = parts.find_map(|part| {
+                let at = decision.picks()[part].index;
+                let size = split.part(part).1;
+                let taken = self.take(rule_check, alloc_request, size, &providers[at], mode, decision);
+                taken.err().map(|why| (at, why))
+            });
+            let Some((at, why)) = stopped else {
+                return Ok(true);
+            };
+            decision.holders.clear();
+            if let NotCharged::Stale = why {
+                return Ok(false);
+            }
+            decision.exclude(at, why)?;
         }
     }
 
-    /// Allocates and charges a buffer of `size` bytes in `provider` for `file`. `align` is in bytes.
+    /// Allocates and charges a buffer of `size` bytes in `provider`. In a dry run, only tries the charge to the cgroup.
     ///
     /// Errors: [`NotCharged`]. Nothing stays charged or allocated then.
-    pub(crate) fn take(
+    fn take(
         &self,
         rule_check: &RuleCheck<'_>,
-        (size, align, clearing): (u64, u64, Clearing),
+        alloc_request: &AllocRequest,
+        size: u64,
         provider: &Arc<Provider>,
-        file: u64,
-    ) -> core::result::Result<Holder, NotCharged> {
+        mode: &Mode,
+        decision: &mut Decision,
+    ) -> core::result::Result<(), NotCharged> {
+        if mode.dry {
+            return match provider.try_charge_cgroup(size) {
+                Err(e) if e == EAGAIN => Err(NotCharged::Cgroup),
+                _ => Ok(()),
+            };
+        }
         let cgroup_charge = provider.charge_cgroup(size).map_err(|e| match e {
             e if e == EAGAIN => NotCharged::Cgroup,
             e => NotCharged::Error(e),
         })?;
         let holder = provider
-            .alloc(size, align, clearing)
+            .alloc(size, alloc_request.align, alloc_request.clearing)
             .and_then(|mut memory| {
                 memory.cgroup_charge = Some(cgroup_charge);
-                Buffer::create(provider.clone(), memory, size, file)
+                Buffer::create(provider.clone(), memory, size, mode.file)
             })
             .map_err(NotCharged::Error)?;
         rule_check.register(holder.buffer())?;
-        Ok(holder)
+        let kept = decision.holders.push(holder, GFP_KERNEL_ACCOUNT);
+        kept.map_err(|e| NotCharged::Error(e.into()))
     }
 
     /// Returns the id of the provider that `pci_p2pmem_find_many()` chooses, or `None` if the kernel finds none or a device
@@ -260,25 +287,23 @@ impl Orchestrator {
         let found = p2pdma::find_many(&snapshot.clients)?;
         Ok(found.and_then(|f| snapshot.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
     }
+}
 
-    /// Allocates a buffer for `file`. Without a buffer the decision says why. With `spare` the quick decision allocates no
-    /// memory of its own.
-    pub(crate) fn alloc(
-        &self,
-        alloc_request: &AllocRequest,
-        file: u64,
-        spare: Option<KBox<QuickDecision>>,
-    ) -> Answer<(Option<Holder>, Decision)> {
-        self.choose(alloc_request, file, true, spare)
-    }
-
-    /// Decides as [`Self::alloc`] would, without allocating.
-    pub(crate) fn explain(
-        &self,
-        alloc_request: &AllocRequest,
-        file: u64,
-        spare: Option<KBox<QuickDecision>>,
-    ) -> Answer<Decision> {
-        Ok(self.choose(alloc_request, file, false, spare)?.1)
-    }
+/// Emits the trace event of a decision. `result` returns the id of the chosen provider and a positive errno, 0 for none; `dry`
+/// says that nothing was to be allocated.
+fn traced(alloc_request: &AllocRequest, file: u64, result: impl FnOnce() -> (u32, i32), dry: bool) {
+    trace::decision(|| {
+        let (chosen, error) = result();
+        trace::DecisionEvent {
+            size: alloc_request.size,
+            align: alloc_request.align,
+            file,
+            clients: alloc_request.snapshot.clients.len(),
+            providers: alloc_request.snapshot.providers.len(),
+            strategy: alloc_request.strategy,
+            chosen,
+            error: error as u32,
+            dry,
+        }
+    });
 }

@@ -95,14 +95,6 @@ impl ApplicableRules {
         );
         effect
     }
-
-    /// Returns the rules for looking up names.
-    pub(crate) fn source(&self) -> Source<'_> {
-        Source {
-            admin: &self.rule_set.rules,
-            ..Source::NONE
-        }
-    }
 }
 
 impl Rules {
@@ -124,33 +116,25 @@ impl Rules {
         let applicable_rules = ApplicableRules { rule_set, applicable };
         let effect = applicable_rules.effect(&provider.function_id(), client, path);
         let rule = effect.denied.or(effect.too_far)?;
-        Some((applicable_rules.source().name(rule), effect.denied.is_none()))
+        Some((applicable_rules.rule_set.name(rule.at), effect.denied.is_none()))
     }
 }
 
 /// The rules and the uid of a decision, for its explanation.
-#[derive(Clone, Copy)]
-pub(crate) struct Source<'a> {
-    admin: &'a [Rule],
-    file_rules: &'a [Rule],
+pub(crate) struct Source {
+    admin: Arc<RuleSet>,
+    file_rules: Option<Arc<RuleSet>>,
     pub(crate) uid: u32,
 }
 
-impl Source<'_> {
-    /// No rules.
-    pub(crate) const NONE: Self = Self {
-        admin: &[],
-        file_rules: &[],
-        uid: 0,
-    };
-
+impl Source {
     /// Returns the name of a rule.
     pub(crate) fn name(&self, rule: RuleRef) -> RuleName {
-        let rules = match rule.set {
-            RuleOrigin::Admin => self.admin,
-            RuleOrigin::File => self.file_rules,
+        let rule_set = match rule.set {
+            RuleOrigin::Admin => Some(&self.admin),
+            RuleOrigin::File => self.file_rules.as_ref(),
         };
-        rules.get(rule.at).map_or(RuleName::EMPTY, |rule| rule.name)
+        rule_set.map_or(RuleName::EMPTY, |rule_set| rule_set.name(rule.at))
     }
 }
 
@@ -193,17 +177,12 @@ impl<'a> RuleCheck<'a> {
     }
 
     /// Returns the rules for looking up names.
-    pub(crate) fn source(&self) -> Source<'_> {
+    pub(crate) fn into_source(self) -> Source {
         Source {
-            file_rules: self.file_rules(),
             uid: self.cred.uid(),
-            ..self.applicable_rules.source()
+            admin: self.applicable_rules.rule_set,
+            file_rules: self.file_rules,
         }
-    }
-
-    /// Returns the number of the file.
-    pub(crate) fn file(&self) -> u64 {
-        self.file
     }
 
     fn requester(&self) -> Requester<'_> {

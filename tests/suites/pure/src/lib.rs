@@ -4,7 +4,7 @@
 //!
 //! The files under test are the source files of the module itself. The tests compare them with oracles that use the
 //! simplest method: [`tree`] searches a graph for the properties that `path.rs` derives from two walks, and [`oracle`]
-//! sorts a list for the choice that `placement.rs` finds in one pass.
+//! sorts a list for the choice that [`decision`] makes from a ranking.
 #![forbid(unsafe_code)]
 
 // The module formats these files, and the tests do not use all of their items.
@@ -41,6 +41,8 @@ mod policy {
 
 #[cfg(test)]
 mod abi;
+#[cfg(test)]
+mod decision;
 #[cfg(test)]
 mod no_panic;
 #[cfg(test)]

@@ -43,9 +43,9 @@ pub fn entry_points(
     rules: (&[rule::Rule], &[rule::Rule], &Who),
     functions: &[rule::FunctionId],
     paths: &[path::Path],
-    ranked: (&mut [ranking::RankedProvider<u64>], &mut [ranking::Capacity]),
+    ranked: &mut [ranking::RankedProvider],
     text: &str,
-) -> (verdict::Choice, Option<path::Path>, u64, Option<path::PathClass>, path::PortKind) {
+) -> (verdict::Outcome, Option<path::Path>, u64, Option<path::PathClass>, path::PortKind) {
     let [n, m, o, p] = *numbers;
     let (admin, own, subject) = rules;
     let who = rule_effect::Applicable::to(admin, subject);
@@ -73,20 +73,18 @@ pub fn entry_points(
     shadowed ^= rule_text::id(text).flatten().map_or(0, u64::from);
     shadowed ^= rule::Action::parse(text).is_some() as u64 ^ rule::Beneficiary::parse(text).is_some() as u64;
     shadowed ^= path::PathClass::parse(text).map_or(0, |class| u64::from(class.as_raw()));
-    for candidate in candidates.iter_mut() {
-        candidate.refused(u64::from(n) << (m & 63));
+    for ((at, candidate), ranked) in path::indexed(candidates).zip(ranked.iter_mut()) {
+        *ranked = placement::rank(request, at, candidate);
     }
-    let mut picks = [0; 5];
-    let wanted = picks.get_mut(..(p & 7) as usize).unwrap_or_default();
-    shadowed ^= placement::decide_several(request, candidates, n & 1 == 0, wanted, verdicts).0 as u64;
-    ranking::group(ranked.0);
-    let fit = |hint: &u64| match (*hint, ranking::Capacity { free: *hint, largest: *hint }) {
-        (..9, has) => ranking::FitHint::Unknown(has),
-        (9..99, has) => ranking::FitHint::Short(has),
-        (_, has) => ranking::FitHint::Fits(has),
+    ranking::group(ranked, request.is_by_load());
+    let fit = |ranked: &ranking::RankedProvider| {
+        let has = ranking::Capacity { free: ranked.size ^ u64::from(o), largest: u64::from(m) };
+        (has.free() > 9 && has.is_live()).then_some(has)
     };
-    shadowed ^= ranking::nearest(request.max_class, ranked.0, ranked.1, fit).map_or(7, |best| best.index as u64 ^ u64::from(best.class_raw()));
-    shadowed ^= (distance::Distance::of(n as usize, paths) < distance::Distance::of(m as usize, paths)) as u64;
+    let best = ranking::best(ranked, p & 2 == 0, fit);
+    shadowed ^= best.map_or(7, |best| u64::from(best.is_beyond(request.max_class)) ^ best.index as u64 ^ u64::from(best.place.is_avoided()) ^ u64::from(best.place.class_raw()) ^ best.equal as u64);
+    let picks = [n as usize, m as usize, o as usize];
+    let picks = picks.get(..(p & 3) as usize).unwrap_or_default();
     if let Some(split) = split::Split::new(u64::from(n) << (m & 63), u64::from(o), u64::from(p), u64::from(m)) {
         shadowed ^= split.share() ^ split.part(n as usize).0 ^ split.part(m as usize).1;
     }
@@ -94,7 +92,7 @@ pub fn entry_points(
     let sum = ranges::check(ranges, u64::from(n) << (o & 63), u64::from(p)).unwrap_or(1);
     let joined = ranges.iter().copied().reduce(|a, b| a.join(b).unwrap_or(b)).map_or(0, |r| r.size);
     (
-        placement::decide(request, candidates, verdicts),
+        placement::explain(request, candidates, picks, m as usize, verdicts),
         path::classify(ports, n as usize, m as usize, path::Between { numa_distance: o, forwards: (p & 2 == 0).then_some(p & 1 == 0) }),
         path::host_bridge_id(p, o as u8) ^ u64::from(link) ^ sum ^ joined ^ shadowed,
         path::PathClass::from_raw(p),

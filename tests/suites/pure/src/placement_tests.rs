@@ -4,6 +4,12 @@
 
 use std::slice;
 
+use crate::decision::{
+    Choice,
+    decide,
+    fit,
+    ranking, //
+};
 use crate::oracle::{
     Provider,
     choose, //
@@ -20,23 +26,17 @@ use crate::policy::rule_effect::{
     RuleRef, //
 };
 use crate::policy::{
-    distance::Distance,
     placement::{
         Candidate,
         Named,
         Request,
-        Strategy as Chooser,
-        decide, //
+        Strategy as Chooser, //
     },
     ranking::{
-        Capacity,
-        FitHint,
         RankedProvider,
-        group,
-        nearest, //
+        best, //
     },
     verdict::{
-        Choice,
         Outcome,
         Verdict,
         VerdictCode, //
@@ -117,7 +117,12 @@ const FAR: PathClass = PathClass::HostBridge;
 
 #[test]
 fn criteria_decide_in_order() {
-    let chosen = provider(9, &[path(NEAR, 4)]);
+    // The largest piece is not all free memory.
+    let at = |id| Provider {
+        largest: 64 * MIB,
+        ..provider(id, &[path(NEAR, 4)])
+    };
+    let chosen = at(9);
     let spoil: [(V, Worsen); 6] = [
         (V::Class, |p| p.paths[0].class = PathClass::Switches),
         (V::Hops, |p| p.paths[0].hops += 1),
@@ -127,7 +132,7 @@ fn criteria_decide_in_order() {
         (V::Space, |p| p.largest -= 4 * KIB),
     ];
     for (ranked, (code, worsen)) in spoil.iter().enumerate() {
-        let mut other = provider(3, &[path(NEAR, 4)]);
+        let mut other = at(3);
         worsen(&mut other);
         // The other provider is better by all later criteria, which do not count.
         let mut chosen = chosen.clone();
@@ -500,7 +505,7 @@ fn refusal_selects_next_best() {
     for _ in &providers {
         if let Some(chosen) = decide(&req, &candidates, &mut verdicts).chosen {
             order.push(candidates[chosen].id);
-            candidates[chosen].refused(req.size);
+            refuse(&mut candidates[chosen], req.size);
         }
     }
     assert_eq!(order, [2, 1]);
@@ -921,51 +926,9 @@ fn decision_is_right(request: &Request, providers: &[Provider]) -> Result<(), Te
     Ok(())
 }
 
-/// Returns the capacity of a provider.
-fn has(provider: &Provider) -> Capacity {
-    if !provider.live {
-        return Capacity::REMOVED;
-    }
-    Capacity {
-        free: provider.free,
-        largest: provider.largest,
-    }
-}
-
-/// Returns the hint of a provider with this capacity, for a request of `size` bytes.
-fn fit(has: Capacity, size: u64) -> FitHint {
-    if has.largest < size || !has.is_live() {
-        FitHint::Short(has)
-    } else {
-        FitHint::Fits(has)
-    }
-}
-
-/// Returns the ranking of providers that are ordered by their numbers; the hint of a provider is its position in that
-/// order.
-fn ranking(request: &Request, providers: &[Provider]) -> Vec<RankedProvider<usize>> {
-    let ranked = |(index, provider): (usize, &Provider)| {
-        let (effect, distance) = (&provider.effect, Distance::of(request.clients, &provider.paths));
-        let allowed = effect.denied.is_none() && effect.too_far.is_none() && distance.is_reachable();
-        RankedProvider {
-            index,
-            size: provider.size,
-            preference: allowed.then_some(effect.preference),
-            distance,
-            equal: 0,
-            hint: index,
-        }
-    };
-    let mut ranking: Vec<_> = providers.iter().enumerate().map(ranked).collect();
-    ranking.sort_by_key(|ranked| (ranked.order(), ranked.index));
-    group(&mut ranking);
-    for (at, ranked) in ranking.iter().enumerate() {
-        let same =
-            |other: &&RankedProvider<usize>| (other.preference, other.distance) == (ranked.preference, ranked.distance);
-        let others = ranking[at..].iter().take_while(same);
-        assert_eq!(ranked.equal, others.count());
-    }
-    ranking
+/// Notes that an allocation of `size` bytes failed, because another request took the memory first.
+fn refuse(candidate: &mut Candidate<'_>, size: u64) {
+    candidate.largest = candidate.largest.min(size.saturating_sub(1));
 }
 
 proptest! {
@@ -994,75 +957,32 @@ proptest! {
         prop_assert_eq!(verdicts, others);
     }
 
-    /// If only distance, space and rules that count no bytes decide, the quick decision, which reads no paths, chooses
-    /// the same provider. If rules prefer a provider that is too far, the full decision may have to choose.
+    /// A ranking without the request's size, alignment and class serves any request of the strategy *nearest*. Only the free
+    /// memory of providers that may be the result is read, once each.
     #[test]
-    fn quick_decision_equals_full_decision((request, providers) in cases()) {
-        let size = request.size.max(1);
-        let request = Request { size, named: Named::Any, strategy: Chooser::Nearest, ..request };
+    fn shared_ranking_gives_the_same_choice((request, providers) in cases()) {
+        let request = Request { size: request.size.max(1), named: Named::Any, strategy: Chooser::Nearest, ..request };
         let mut providers = providers;
-        providers.sort_by_key(|provider| provider.id);
         for provider in &mut providers {
-            let RuleEffect { denied, too_far, preference, preference_by, .. } = provider.effect;
-            provider.effect = RuleEffect { denied, too_far, preference, preference_by, ..RuleEffect::NONE };
             // No allocator has a block in which the request would not fit even if all memory were free.
             if !provider.could_hold(&request) {
-                provider.largest = provider.largest.min(size - 1);
+                provider.largest = provider.largest.min(request.size - 1);
             }
         }
-        let mut kept = vec![Capacity::EMPTY; providers.len()];
-        let capacities: Vec<Capacity> = providers.iter().map(has).collect();
-        // The hints count the numbers likewise.
-        for (provider, has) in providers.iter_mut().zip(&capacities).filter(|(_, has)| has.is_live()) {
-            provider.free = has.free();
-        }
-        let ranking = ranking(&request, &providers);
-        let (decision, verdicts) = run(&request, &providers);
+        let candidates: Vec<Candidate<'_>> = providers.iter().map(Provider::candidate).collect();
+        let shared = ranking(&Request::any(request.clients), &candidates);
         let mut asked = vec![0; providers.len()];
-        let ranked = nearest(request.max_class, &ranking, &mut kept, |&index| {
-            asked[index] += 1;
-            fit(capacities[index], size)
+        let chosen = best(&shared, false, |ranked| {
+            asked[ranked.index] += 1;
+            fit(&request, &candidates[ranked.index]).filter(|_| !ranked.is_beyond(request.max_class))
         });
-        let preference = |at: usize| ranking.iter().find(|ranked| ranked.index == at).and_then(|ranked| ranked.preference);
-        let left_to_the_other = ranked.is_none() && decision.chosen.is_some_and(|chosen| {
-            (0..verdicts.len()).any(|at| {
-                matches!(verdicts[at].code, VerdictCode::TooFar | VerdictCode::Removing) && preference(at).is_some() && preference(at) < preference(chosen)
-            })
-        });
-        prop_assert!(left_to_the_other || ranked.map(|ranked| ranked.index) == decision.chosen);
-        if let Some(ranked) = ranked {
-            prop_assert_eq!(ranked.class_raw(), verdicts[ranked.index].class_raw());
-        }
-        // Each hint was read once, and the capacities are recorded in the order of the ranking.
-        prop_assert!(asked.iter().all(|&times| times == 1));
-        let had: Vec<Capacity> = ranking.iter().map(|ranked| capacities[ranked.index]).collect();
-        prop_assert_eq!(kept, had);
-    }
-
-    /// If one provider's hint is unknown, the decision is the same without that provider, or the full decision decides: it does
-    /// if the provider might be chosen, and not if the provider ranks behind the chosen one.
-    #[test]
-    fn unknown_hint_matters_only_before_the_result((request, providers) in cases(), silent: prop::sample::Index) {
-        if !providers.is_empty() {
-            let silent = silent.index(providers.len());
-            let ranking = ranking(&request, &providers);
-            let mut kept = vec![Capacity::EMPTY; providers.len()];
-            let size = request.size.max(1);
-            let mut decide = |hint: FitHint| {
-                let tell = |&index: &usize| if index == silent { hint } else { fit(has(&providers[index]), size) };
-                nearest(request.max_class, &ranking, &mut kept, tell).map(|ranked| ranked.index)
-            };
-            let unknown = decide(FitHint::Unknown(has(&providers[silent])));
-            let (fitting, without) = (decide(FitHint::Fits(Capacity { free: u64::MAX - 1, largest: u64::MAX - 1 })), decide(FitHint::Short(Capacity::EMPTY)));
-            let order = |index: usize| ranking.iter().find(|ranked| ranked.index == index).map(RankedProvider::order);
-            match without {
-                // A provider of the same order, or of one before, might be chosen.
-                Some(chosen) if order(silent) > order(chosen) => {
-                    prop_assert_eq!(unknown, without);
-                    prop_assert_eq!(fitting, without);
-                }
-                _ => prop_assert!(unknown.is_none()),
-            }
+        prop_assert_eq!(chosen.map(|ranked| ranked.index), run(&request, &providers).0.chosen);
+        for (at, ranked) in shared.iter().enumerate() {
+            let same = |other: &&RankedProvider| other.place == ranked.place;
+            prop_assert_eq!(ranked.equal, shared[at..].iter().take_while(same).count());
+            let behind = chosen.is_some_and(|chosen| ranked.place > chosen.place);
+            let useless = behind || ranked.place.is_excluded();
+            prop_assert_eq!(asked[ranked.index], u32::from(!useless));
         }
     }
 
@@ -1092,7 +1012,7 @@ proptest! {
             let decision = decide(&request, &candidates, &mut []);
             prop_assert_eq!(decision.chosen.map(|at| candidates[at].id), choose(&request, &remaining));
             let Some(chosen) = decision.chosen else { break };
-            candidates[chosen].refused(request.size);
+            refuse(&mut candidates[chosen], request.size);
             let id = candidates[chosen].id;
             remaining.retain(|provider| provider.id != id);
             rounds += 1;

@@ -3,6 +3,7 @@
 //! Rules: which rules are valid, which rule decides, and that a file's own rules never permit more than the
 //! administrator's.
 
+use crate::decision::decide;
 use crate::policy::path::{
     Path,
     PathClass,
@@ -13,8 +14,7 @@ use crate::policy::{
         Candidate,
         Named,
         Request,
-        Strategy as Chooser,
-        decide, //
+        Strategy as Chooser, //
     },
     verdict::{
         Outcome,
