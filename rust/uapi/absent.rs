@@ -13,9 +13,15 @@ use crate::{
             Refusal, //
         }, //
     },
-    uapi::file::File, //
+    uapi::{
+        events::Events,
+        handles::Handles, //
+    }, //
 };
-use kernel::prelude::*;
+use kernel::{
+    prelude::*,
+    sync::{Arc, Mutex},
+};
 
 /// The attachments of a file: none.
 pub(super) struct Attachments;
@@ -30,21 +36,16 @@ impl Attachments {
 
     /// The file is closed.
     pub(super) fn end(&self) {}
-}
 
-impl File {
-    /// `P2PMEM_IOC_ATTACH_DMABUF`.
-    pub(super) fn attach(&self, _: &mut abi::Attach) -> Answer {
+    pub(super) fn attach(&self, _: &Mutex<Handles>, _: &Arc<Events>, _: &mut abi::Attach) -> Answer {
         Err(absent())
     }
 
-    /// `P2PMEM_IOC_DETACH_DMABUF`.
-    pub(super) fn detach(&self, _: &mut abi::Detach) -> Answer {
+    pub(super) fn detach(&self, _: &Mutex<Handles>, _: u32) -> Answer {
         Err(absent())
     }
 
-    /// `P2PMEM_IOC_ATTACHMENT`.
-    pub(super) fn attachment(&self, _: &mut abi::Attachment) -> Answer {
+    pub(super) fn describe(&self, _: &mut abi::Attachment) -> Answer {
         Err(absent())
     }
 }

@@ -8,6 +8,7 @@
 //! taken, nor while an attachment begins or ends, which calls the exporter.
 
 use crate::{
+    alloc::orchestrator::Orchestrator,
     ext::{
         abi::{
             self,
@@ -28,13 +29,11 @@ use crate::{
         argument::{
             array,
             no_flags,
-            no_reserved, //
+            no_reserved,
+            Undo, //
         },
         events::Events,
-        file::{
-            File,
-            NewHandle, //
-        }, //
+        handles::Handles, //
     }, //
 };
 use kernel::{
@@ -75,30 +74,31 @@ impl Attachments {
             attachment.end(End::Closed);
         }
     }
-}
 
-impl File {
     /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle.
-    pub(super) fn attach(&self, arg: &mut abi::Attach) -> Answer<NewHandle<'_>> {
+    pub(super) fn attach<'a>(
+        &'a self,
+        handles: &'a Mutex<Handles>,
+        events: &Arc<Events>,
+        arg: &mut abi::Attach,
+    ) -> Answer<NewAttachment<'a>> {
         no_flags(arg.flags, consts::ATTACH_QUIESCED)?;
         no_reserved(arg.reserved)?;
         // Checks the array before anything is done.
         array(arg.ranges, arg.nr_ranges, arg.range_size)?;
-        let provider = self
-            .orchestrator
+        let provider = Orchestrator::get()?
             .provider(arg.provider)
             .ok_or_else(|| refuse!(ENOENT, "there is no provider {}", arg.provider))?;
         let quiesced = arg.flags & consts::ATTACH_QUIESCED != 0;
         let node = RBTreeNodeReservation::new(GFP_KERNEL_ACCOUNT)?;
-        let handle = self.handles.lock().reserve()?;
-        let attached = Attachment::new(&provider, arg.fd, handle, quiesced, self.events.clone());
-        let attachment = attached.inspect_err(|_| self.handles.lock().cancel())?;
-        let inserted = node.into_node(handle, attachment.clone());
-        self.attachments.by_handle.lock().insert(inserted);
-        let new = NewHandle {
-            file: self,
-            number: handle,
-            close: Self::detach_handle,
+        let handle = handles.lock().reserve()?;
+        let attached = Attachment::new(&provider, arg.fd, handle, quiesced, events.clone());
+        let attachment = attached.inspect_err(|_| handles.lock().cancel())?;
+        self.by_handle.lock().insert(node.into_node(handle, attachment.clone()));
+        let new = NewAttachment {
+            attachments: self,
+            handles,
+            handle,
         };
         // The function does not use the addresses if this fails, as the caller does not learn the handle.
         write_ranges(&attachment, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
@@ -108,32 +108,46 @@ impl File {
         Ok(new)
     }
 
-    /// Closes the handle of an attachment.
-    pub(super) fn detach(&self, arg: &mut abi::Detach) -> Answer {
-        no_flags(arg.flags, 0)?;
-        self.detach_handle(arg.handle)
-    }
-
-    /// The function does not use the addresses any more. Errors: `ENOENT`.
-    fn detach_handle(&self, handle: u32) -> Answer {
-        let removed = self.attachments.by_handle.lock().remove(&handle);
+    /// Closes the handle of an attachment, whose function does not use the addresses any more. Errors: `ENOENT`.
+    pub(super) fn detach(&self, handles: &Mutex<Handles>, handle: u32) -> Answer {
+        let removed = self.by_handle.lock().remove(&handle);
         let attachment = removed.ok_or_else(|| unknown(handle))?;
-        self.handles.lock().cancel();
+        handles.lock().cancel();
         attachment.end(End::Detached);
         Ok(())
     }
 
     /// Describes an attachment.
-    pub(super) fn attachment(&self, arg: &mut abi::Attachment) -> Answer {
+    pub(super) fn describe(&self, arg: &mut abi::Attachment) -> Answer {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
-        let found = self.attachments.by_handle.lock().get(&arg.handle).cloned();
+        let found = self.by_handle.lock().get(&arg.handle).cloned();
         let attachment = found.ok_or_else(|| unknown(arg.handle))?;
         write_ranges(&attachment, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
         arg.provider = attachment.provider();
         arg.size = attachment.size;
         (arg.state, arg.info) = attachment.status();
         Ok(())
+    }
+}
+
+/// An attachment whose handle the caller of the ioctl does not have yet. Dropping it closes the handle.
+pub(super) struct NewAttachment<'a> {
+    attachments: &'a Attachments,
+    handles: &'a Mutex<Handles>,
+    handle: u32,
+}
+
+impl Undo for NewAttachment<'_> {
+    fn keep(self) {
+        core::mem::forget(self);
+    }
+}
+
+impl Drop for NewAttachment<'_> {
+    fn drop(&mut self) {
+        // An error means that another thread has closed the handle.
+        let _ = self.attachments.detach(self.handles, self.handle);
     }
 }
 

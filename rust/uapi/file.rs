@@ -126,7 +126,6 @@ impl File {
                 Ok(NewHandle {
                     file: self,
                     number: handle,
-                    close: Self::free_handle,
                 })
             }
             Err(refusal) => {
@@ -257,12 +256,10 @@ impl File {
     }
 }
 
-/// A new handle, whose number the caller of the ioctl does not have yet. Dropping it closes the handle.
+/// A new handle of a buffer, whose number the caller of the ioctl does not have yet. Dropping it closes the handle.
 pub(super) struct NewHandle<'a> {
-    pub(super) file: &'a File,
+    file: &'a File,
     pub(super) number: u32,
-    /// Closes the handle.
-    pub(super) close: fn(&File, u32) -> Answer,
 }
 
 impl Undo for NewHandle<'_> {
@@ -274,7 +271,7 @@ impl Undo for NewHandle<'_> {
 impl Drop for NewHandle<'_> {
     fn drop(&mut self) {
         // An error means that another thread has closed the handle.
-        let _ = (self.close)(self.file, self.number);
+        let _ = self.file.free_handle(self.number);
     }
 }
 

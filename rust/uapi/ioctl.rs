@@ -471,6 +471,22 @@ impl File {
         Ok(())
     }
 
+    /// Attaches the function of a provider to a dma-buf.
+    fn attach(&self, arg: &mut abi::Attach) -> Answer<impl Undo + '_> {
+        self.attachments.attach(&self.handles, &self.events, arg)
+    }
+
+    /// Closes the handle of an attachment.
+    fn detach(&self, arg: &mut abi::Detach) -> Answer {
+        no_flags(arg.flags, 0)?;
+        self.attachments.detach(&self.handles, arg.handle)
+    }
+
+    /// Describes an attachment.
+    fn attachment(&self, arg: &mut abi::Attachment) -> Answer {
+        self.attachments.describe(arg)
+    }
+
     /// Returns the counters of one provider, or the sums over all of them for provider 0.
     fn stats(&self, stats: &mut abi::Stats) -> Answer {
         no_flags(stats.flags, 0)?;
