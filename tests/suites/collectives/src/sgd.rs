@@ -262,7 +262,9 @@ fn slices_failure(report: &TrainingReport) -> Option<String> {
     ] {
         let most = traffic.iter().map(|rank| rank.bytes).max();
         if traffic.iter().any(|rank| Some(rank.formula) != most) {
-            return Some(format!("{direction}, the busiest rank sent {most:?} bytes: {traffic:?}"));
+            return Some(format!(
+                "{direction}, the busiest rank sent {most:?} bytes: {traffic:?}"
+            ));
         }
     }
     let sent: u64 = report.rank_reports.iter().map(|rank| rank.sent).sum();

@@ -42,7 +42,8 @@ pub(crate) fn ranking(request: &Request, candidates: &[Candidate<'_>]) -> Vec<Ra
 /// Returns the capacity of a candidate that has enough free memory for the request.
 pub(crate) fn fit(request: &Request, candidate: &Candidate<'_>) -> Option<Capacity> {
     let usable = candidate.free.saturating_sub(candidate.effect.reserved_for_others);
-    let fits = candidate.live && candidate.free >= request.size && usable >= request.size && candidate.largest >= request.size;
+    let fits =
+        candidate.live && candidate.free >= request.size && usable >= request.size && candidate.largest >= request.size;
     fits.then_some(Capacity {
         free: candidate.free,
         largest: candidate.largest,
