@@ -21,8 +21,8 @@
 
 use kernel::{
     bindings::{
-        config_group, cred, device, dma_buf_attachment, dma_data_direction, file, gpu_buddy, inode, list_head,
-        notifier_block, p2pdma_provider, pci_dev, phys_vec, sg_table, tracepoint, vm_area_struct, vm_fault,
+        cred, device, dma_buf_attachment, dma_data_direction, file, gpu_buddy, inode, list_head, notifier_block,
+        p2pdma_provider, pci_dev, phys_vec, sg_table, tracepoint, vm_area_struct, vm_fault,
     },
     ffi,
 };

@@ -6,7 +6,6 @@
 //!
 //! C header: [`include/linux/configfs.h`](srctree/include/linux/configfs.h)
 
-use crate::sys;
 use kernel::{
     bindings,
     configfs::{Group, HasGroup},
@@ -168,11 +167,16 @@ impl<D: Send + Sync + 'static> DefaultGroup<D> {
 
 impl<D: 'static> Drop for DefaultGroup<D> {
     fn drop(&mut self) {
-        // SAFETY: By the type invariant the group is registered, and the item's initial reference is dropped only here. The
-        // directory is closed first: `configfs_unregister_group()` does not exclude a concurrent `mkdir`.
+        // SAFETY: By the type invariant the group is registered, so it has a directory with an inode, whose flags the inode's lock
+        // protects. The item's initial reference is dropped only here.
         unsafe {
             let raw = Group::<D>::group(self.group).cast_mut();
-            sys::p2pmem_configfs_close(raw);
+            let dir = (*(*raw).cg_item.ci_dentry).d_inode;
+            // Ends `mkdir` in the directory. `configfs_unregister_group()` does not take the lock, so `configfs_mkdir()` could find
+            // the directory unhashed and dereference its group, which is null then.
+            bindings::down_write(&raw mut (*dir).i_rwsem);
+            (*dir).i_flags |= bindings::S_DEAD;
+            bindings::up_write(&raw mut (*dir).i_rwsem);
             bindings::configfs_unregister_group(raw);
             bindings::config_item_put(&raw mut (*raw).cg_item);
         }

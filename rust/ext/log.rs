@@ -11,8 +11,14 @@
 
 use crate::sys;
 use kernel::{
+    bindings,
     fmt::{self, Write},
-    prelude::*, //
+    prelude::*,
+    task::Task,
+    time::{
+        ClockSource,
+        Monotonic, //
+    }, //
 };
 
 /// Returns whether the rate limit admits another message about a refused request. C: `__ratelimit()`.
@@ -23,8 +29,7 @@ pub(crate) fn allowed() -> bool {
 
 /// Returns `CLOCK_MONOTONIC` in nanoseconds. C: `ktime_get_ns()`.
 pub(crate) fn now_ns() -> u64 {
-    // SAFETY: The function has no arguments and can be called in any context.
-    unsafe { sys::p2pmem_now_ns() }
+    Monotonic::ktime_get() as u64
 }
 
 /// The schedule of log messages for a wait without a time limit: after 1, 10 and 60 seconds, then every 5 minutes.
@@ -64,8 +69,8 @@ impl LoggedWait {
 
 /// Returns whether the current task has `CAP_SYS_ADMIN`. Meaningful in process context alone.
 pub(crate) fn capable_admin() -> bool {
-    // SAFETY: `capable()` reads the credentials of the current task, which always exists.
-    unsafe { sys::p2pmem_capable_admin() }
+    // SAFETY: The call reads the credentials of the current task, which always exists. The capability is a valid one.
+    unsafe { bindings::capable(bindings::CAP_SYS_ADMIN as i32) }
 }
 
 /// The process that allocated a buffer, for messages: its process id and command name.
@@ -78,12 +83,11 @@ pub(crate) struct Owner {
 impl Owner {
     /// Returns the process of the current task.
     pub(crate) fn current() -> Self {
-        let mut comm = [0u8; 16];
-        // SAFETY: The buffer has the length that the call gets.
-        unsafe { sys::p2pmem_current_comm(comm.as_mut_ptr(), comm.len()) };
         Self {
             pid: current!().group_leader().pid(),
-            comm,
+            // SAFETY: The current task always exists. Other threads may write its name meanwhile, and then the bytes may be of
+            // both names.
+            comm: unsafe { (&raw const (*Task::current_raw()).comm).read_volatile() },
         }
     }
 }

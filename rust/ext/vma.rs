@@ -359,7 +359,7 @@ unsafe impl Send for Space {}
 unsafe impl Sync for Space {}
 
 impl Space {
-    /// Creates an address space. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
+    /// Creates an address space. May sleep. Errors: `ENOMEM`; `ENFILE`.
     fn new() -> Result<Arc<Self>> {
         // SAFETY: The call has no requirements. It returns an error pointer, or an inode with a reference for the caller.
         let inode = from_err_ptr(unsafe { sys::p2pmem_mapping_inode() })?;
@@ -390,7 +390,7 @@ impl Space {
 impl Drop for Space {
     fn drop(&mut self) {
         // SAFETY: By the type invariant this object owns a reference, which is dropped once.
-        unsafe { sys::p2pmem_mapping_inode_put(self.0.as_ptr()) };
+        unsafe { bindings::iput(self.0.as_ptr()) };
     }
 }
 
@@ -420,7 +420,7 @@ pub(crate) struct MappedPart<T> {
 }
 
 impl<T: Mappable> AddressSpace<T> {
-    /// Creates an address space. May sleep. Errors: `ENOMEM`; those of mounting the file system of the inode.
+    /// Creates an address space. May sleep. Errors: `ENOMEM`; `ENFILE`.
     pub(crate) fn new() -> Result<Self> {
         // INVARIANT: Nothing is mapped in a new address space.
         Ok(Self(Space::new()?, PhantomData))

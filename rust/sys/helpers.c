@@ -7,26 +7,21 @@
  * the safe wrappers.
  */
 
-#include <linux/capability.h>
-#include <linux/configfs.h>
+#include <linux/anon_inodes.h>
 #include <linux/delay.h>
+#include <linux/file.h>
 #include <linux/fs.h>
-#include <linux/fs_context.h>
 #include <linux/gpu_buddy.h>
-#include <linux/huge_mm.h>
 #include <linux/io.h>
 #include <linux/memremap.h>
 #include <linux/mm.h>
 #include <linux/module.h>
-#include <linux/mount.h>
 #include <linux/mutex.h>
 #include <linux/nodemask.h>
-#include <linux/oom.h>
 #include <linux/pci.h>
 #include <linux/pci-p2pdma.h>
 #include <linux/percpu-refcount.h>
 #include <linux/pgtable.h>
-#include <linux/pseudo_fs.h>
 #include <linux/ratelimit.h>
 #include <linux/rcupdate.h>
 #include <linux/sched.h>
@@ -34,7 +29,6 @@
 #include <linux/sizes.h>
 #include <linux/slab.h>
 #include <linux/suspend.h>
-#include <linux/timekeeping.h>
 #include <linux/topology.h>
 #include <linux/unroll.h>
 #include <linux/vmalloc.h>
@@ -435,46 +429,21 @@ void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages)
 }
 
 /*
- * The file system of the inode whose address space contains all user mappings of all files of /dev/p2pmem. One
- * unmap_mapping_range() finds every mapping of a buffer, through whatever device node its file was opened.
+ * Returns a new inode with one reference, whose address space is to contain user mappings, or an error pointer. May sleep.
+ *
+ * The inode is in the file system of anonymous inodes, which the kernel never unmounts, so the inode keeps nothing. Only a file
+ * leads to that file system. The operations of the file are the kernel's, as the file may be released late.
  */
-static int p2pmem_fs_cnt;
-static struct vfsmount *p2pmem_fs_mnt;
-
-static int p2pmem_fs_init(struct fs_context *fc)
-{
-	return init_pseudo(fc, 0x7032706d /* "p2pm" */) ? 0 : -ENOMEM;
-}
-
-/*
- * No owner: only this module mounts the file system, and a reference of the mount to its owner would prevent unloading the
- * module.
- */
-static struct file_system_type p2pmem_fs_type = {
-	.name = "p2pmem",
-	.init_fs_context = p2pmem_fs_init,
-	.kill_sb = kill_anon_super,
-};
-
-/* Returns a new inode with one reference, for p2pmem_mapping_inode_put(), or an error pointer. May sleep. */
 struct inode *p2pmem_mapping_inode(void)
 {
+	struct file *file = anon_inode_getfile("p2pmem", &generic_ro_fops, NULL, 0);
 	struct inode *inode;
-	int ret;
 
-	ret = simple_pin_fs(&p2pmem_fs_type, &p2pmem_fs_mnt, &p2pmem_fs_cnt);
-	if (ret)
-		return ERR_PTR(ret);
-	inode = alloc_anon_inode(p2pmem_fs_mnt->mnt_sb);
-	if (IS_ERR(inode))
-		simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
+	if (IS_ERR(file))
+		return ERR_CAST(file);
+	inode = alloc_anon_inode(file_inode(file)->i_sb);
+	fput(file);
 	return inode;
-}
-
-void p2pmem_mapping_inode_put(struct inode *inode)
-{
-	iput(inode);
-	simple_release_fs(&p2pmem_fs_mnt, &p2pmem_fs_cnt);
 }
 
 u32 p2pmem_pci_domain(struct pci_dev *pdev)
@@ -496,20 +465,6 @@ int p2pmem_only_node(void)
 u32 p2pmem_node_distance(int a, int b)
 {
 	return a < 0 || b < 0 ? 0 : node_distance(a, b);
-}
-
-/*
- * Ends mkdir() in the directory of a registered group, and waits for calls in progress. configfs_unregister_group() does
- * not take the lock of that directory, so configfs_mkdir() could find it unhashed and dereference its group, which is NULL
- * then. May sleep; takes the inode lock of the directory.
- */
-void p2pmem_configfs_close(struct config_group *group)
-{
-	struct inode *dir = d_inode(group->cg_item.ci_dentry);
-
-	inode_lock(dir);
-	dir->i_flags |= S_DEAD;
-	inode_unlock(dir);
 }
 
 int p2pmem_pm_register(struct notifier_block *block)
@@ -584,12 +539,6 @@ bool p2pmem_is_killed(void)
 	return fatal_signal_pending(current);
 }
 
-/* Returns whether the OOM killer chose the current task. Any context. */
-bool p2pmem_is_oom_victim(void)
-{
-	return tsk_is_oom_victim(current);
-}
-
 /*
  * Rate-limits messages about refused requests to ten in five seconds: a program in a loop must not flood the log. Any
  * context.
@@ -599,19 +548,4 @@ bool p2pmem_log_allowed(void)
 	static DEFINE_RATELIMIT_STATE(rs, DEFAULT_RATELIMIT_INTERVAL, DEFAULT_RATELIMIT_BURST);
 
 	return __ratelimit(&rs);
-}
-
-u64 p2pmem_now_ns(void)
-{
-	return ktime_get_ns();
-}
-
-bool p2pmem_capable_admin(void)
-{
-	return capable(CAP_SYS_ADMIN);
-}
-
-void p2pmem_current_comm(char *buf, size_t len)
-{
-	strscpy(buf, current->comm, len);
 }

@@ -47,15 +47,11 @@ struct file *p2pmem_fault_unlock(struct vm_fault *vmf);
 void p2pmem_vma_prepare(struct vm_area_struct *vma, bool combine, bool pages);
 
 struct inode *p2pmem_mapping_inode(void);
-void p2pmem_mapping_inode_put(struct inode *inode);
 
 u32 p2pmem_pci_domain(struct pci_dev *pdev);
 int p2pmem_pci_node(struct pci_dev *pdev);
 int p2pmem_only_node(void);
 u32 p2pmem_node_distance(int a, int b);
-
-struct config_group;
-void p2pmem_configfs_close(struct config_group *group);
 
 struct notifier_block;
 int p2pmem_pm_register(struct notifier_block *block);
@@ -65,7 +61,6 @@ bool p2pmem_buddy_extent(struct gpu_buddy *mm, struct list_head *blocks, u64 *of
 int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 size);
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm);
 bool p2pmem_is_killed(void);
-bool p2pmem_is_oom_victim(void);
 
 struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2pdma_provider *provider,
 				    const struct phys_vec *pieces, unsigned int count, enum dma_data_direction dir,
@@ -135,8 +130,5 @@ void p2pmem_rust_unregister(struct p2pmem_registration *registration);
 u32 p2pmem_rust_registration_id(const struct p2pmem_registration *registration);
 
 bool p2pmem_log_allowed(void);
-u64 p2pmem_now_ns(void);
-bool p2pmem_capable_admin(void);
-void p2pmem_current_comm(char *buf, size_t len);
 
 #endif /* P2PMEM_SYS_HELPERS_H */
