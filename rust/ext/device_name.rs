@@ -6,18 +6,21 @@
 //!
 //! C header: [`include/linux/device.h`](srctree/include/linux/device.h)
 
-use crate::sys;
 use kernel::{
     bindings,
+    device,
     fmt::{self, Write},
     prelude::*, //
 };
+
+/// The name of a driver, NUL-terminated, cut to 31 bytes.
+pub(crate) type DriverName = [u8; 32];
 
 /// Names of a device and of its driver, for messages. Names longer than 31 bytes are cut.
 #[derive(Clone, Copy)]
 pub(crate) struct DeviceName {
     name: [u8; 32],
-    driver: [u8; 32],
+    pub(super) driver: DriverName,
 }
 
 impl DeviceName {
@@ -25,23 +28,25 @@ impl DeviceName {
     ///
     /// # Safety
     ///
-    /// `device` must be valid during the call.
+    /// `device` must be valid, and its driver, if it has one, must not be unloaded during the call.
     pub(super) unsafe fn of(device: *mut bindings::device) -> Self {
-        let mut name = Self {
-            name: [0; 32],
-            driver: [0; 32],
+        let cut = |name: &CStr| {
+            let mut to = [0; 32];
+            let len = name.count_bytes().min(31);
+            to[..len].copy_from_slice(&name.to_bytes()[..len]);
+            to
         };
-        // SAFETY: The caller guarantees a valid device, and each length is that of the array before it.
-        unsafe {
-            sys::p2pmem_dev_names(
-                device,
-                name.name.as_mut_ptr(),
-                name.name.len(),
-                name.driver.as_mut_ptr(),
-                name.driver.len(),
+        // SAFETY: The caller guarantees a valid device, and that the name of its driver stays. Other names are those of a bus.
+        let (name, driver) = unsafe {
+            (
+                device::Device::<device::Normal>::from_raw(device).name(),
+                CStr::from_char_ptr(bindings::dev_driver_string(device)),
             )
         };
-        name
+        Self {
+            name: cut(name),
+            driver: cut(driver),
+        }
     }
 
     /// Returns the device's name without the driver's.

@@ -8,6 +8,10 @@
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
 use crate::{
+    ext::device_name::{
+        DeviceName,
+        DriverName, //
+    },
     policy::{
         path::PciAddr,
         rule::FunctionId, //
@@ -15,7 +19,7 @@ use crate::{
     sys, //
 };
 use core::ptr::{self, NonNull};
-use kernel::{bindings, device::Bound, ffi, pci, prelude::*, sync::aref::ARef};
+use kernel::{bindings, device::Bound, ffi, pci, sync::aref::ARef};
 
 /// A reference to a PCI function, bound to any driver or to none.
 ///
@@ -368,19 +372,10 @@ unsafe extern "C" fn is_function(device: *mut bindings::device, data: *const ffi
     ffi::c_int::from(ptr::eq(function.cast(), data))
 }
 
-/// The name of a driver, NUL-terminated, cut to 31 bytes.
-pub(crate) type DriverName = [ffi::c_char; 32];
-
-/// Returns the name of the driver that the device is bound to.
+/// Returns the name of the driver that the device is bound to. C: `dev_driver_string()`.
 pub(crate) fn driver_name(device: &pci::Device<Bound>) -> DriverName {
-    let mut name = [0; 32];
-    let raw = Function::of(device).as_raw();
-    // SAFETY: The device is bound as long as `device`, so it has a driver, whose name lives as long as the driver.
-    let text = unsafe { CStr::from_char_ptr((*(*raw).dev.driver).name) };
-    for (to, from) in name.iter_mut().take(31).zip(text.to_bytes()) {
-        *to = *from as ffi::c_char;
-    }
-    name
+    // SAFETY: The device is valid, and bound as long as `device`.
+    unsafe { DeviceName::of(Function::of(device).as_raw_device()) }.driver
 }
 
 /// Returns the only online NUMA node, or -1 if several are online.

@@ -20,6 +20,7 @@ use crate::{
             consts, //
         },
         completion::Completion,
+        device_name::DriverName,
         dmem::{
             CgroupCharge,
             Region, //
@@ -34,10 +35,7 @@ use crate::{
             Backing,
             Pool, //
         },
-        pci::{
-            DriverName,
-            Function, //
-        },
+        pci::Function,
         publisher::RevokeCallback,
         refusal::Text,
         vma, //

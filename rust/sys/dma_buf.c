@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * The C side of the dma-buf exporter (rust/ext/dma_buf.rs) and importer (rust/ext/dma_attachment.rs): DMA mappings of BAR
- * memory in several pieces, properties of DMA mappings, and the names of devices. Process context; mapping and unmapping
- * require the dma-buf's reservation lock.
+ * memory in several pieces, and properties of DMA mappings. Process context; mapping and unmapping require the dma-buf's
+ * reservation lock.
  */
 
 #include <linux/device.h>
@@ -141,13 +141,6 @@ bool p2pmem_dma_is_bounced(struct device *dev, u64 address)
 	if (use_dma_iommu(dev))
 		return !dev_is_dma_coherent(dev) || (dev_is_pci(dev) && to_pci_dev(dev)->untrusted);
 	return dma_need_sync(dev, address);
-}
-
-/* Copies the names of a device and of its driver, cut to the buffers. Any context in which the device is valid. */
-void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len)
-{
-	strscpy(name, dev_name(dev), name_len);
-	strscpy(driver, dev_driver_string(dev), driver_len);
 }
 
 /* Returns the PCI function that is @dev or its nearest ancestor on the PCI bus, or NULL. @dev keeps the function. */

@@ -68,7 +68,6 @@ struct sg_table *p2pmem_dma_buf_map(struct dma_buf_attachment *attach, struct p2
 void *p2pmem_dma_buf_unmap(struct dma_buf_attachment *attach, struct sg_table *sgt, enum dma_data_direction dir);
 bool p2pmem_dma_is_translated(struct device *dev, u64 address);
 bool p2pmem_dma_is_bounced(struct device *dev, u64 address);
-void p2pmem_dev_names(struct device *dev, char *name, size_t name_len, char *driver, size_t driver_len);
 struct pci_dev *p2pmem_dev_pci(struct device *dev);
 
 const struct cred *p2pmem_cred_get(void);
