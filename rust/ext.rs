@@ -28,6 +28,7 @@ pub(crate) mod p2pdma;
 pub(crate) mod pci;
 #[cfg(p2pmem_peer)]
 pub(crate) mod peer_mem;
+pub(crate) mod pool;
 pub(crate) mod power;
 pub(crate) mod publisher;
 pub(crate) mod refusal;
@@ -35,7 +36,6 @@ pub(crate) mod task;
 pub(crate) mod trace;
 pub(crate) mod uses;
 pub(crate) mod vma;
-pub(crate) mod window;
 pub(crate) mod workqueue;
 
 use kernel::sync::atomic::{AtomicFlag, Relaxed};
@@ -50,7 +50,7 @@ pub(crate) fn init() {
     // them, and users of the locks check for it, so no lock is in use yet.
     unsafe {
         global::init_lock();
-        bus::init_lock();
+        pool::init_lock();
         driver::init_lock();
         publisher::init_lock();
         #[cfg(p2pmem_peer)]

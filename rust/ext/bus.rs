@@ -2,18 +2,16 @@
 
 //! Notifications of the PCI bus: functions are added and removed, drivers are bound and unbound.
 //!
-//! The notifier also keeps the list of the kernel's pools in use ([`Pool`]) and closes a pool before its driver is unbound.
+//! The notifier also closes the kernel's pool of a function ([`pool`]) before the driver is unbound.
 //!
-//! All functions may sleep. `POOLS` nests inside the device lock, and a pool's own lock nests inside `POOLS`.
+//! All functions may sleep. This file takes no locks; the callbacks are called with the notifier chain's semaphore held.
 //!
 //! C header: [`include/linux/device/bus.h`](srctree/include/linux/device/bus.h)
 
 use crate::ext::{
     driver,
-    global::initialised,
-    p2pdma::Pool,
     pci::Function,
-    publisher, //
+    pool, //
 };
 use kernel::{
     bindings,
@@ -32,8 +30,8 @@ use kernel::{
 pub(crate) trait Listener: Send + Sync + 'static {
     /// A driver was bound to the device, which is locked.
     fn bound(&self, device: &pci::Device<Bound>);
-    /// The driver of the function is about to be unbound. The device is locked and the driver still works; [`pool`]'s
-    /// `Pool` of the function is closed.
+    /// The driver of the function is about to be unbound. The device is locked and the driver still works; the
+    /// function's pool is closed.
     fn unbinding(&self, function: &Function);
     /// A function was added or removed. The device is not locked.
     fn changed(&self);
@@ -56,56 +54,6 @@ unsafe impl<L: Listener> Send for Notifier<L> {}
 // SAFETY: A shared reference gives access to `listener` alone, which is `Sync`. The core serialises its own use of `block`.
 unsafe impl<L: Listener> Sync for Notifier<L> {}
 
-kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
-    // panics before that.
-    unsafe(uninit) static POOLS: Mutex<Option<KVec<Arc<Pool>>>> = None;
-}
-
-/// Initialises `POOLS`.
-///
-/// # Safety
-///
-/// Must be called once, before [`crate::ext::global::set_initialised`].
-pub(super) unsafe fn init_lock() {
-    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`, as
-    // `initialised()` panics.
-    unsafe { POOLS.init() };
-}
-
-/// Returns the kernel's pool of a function, or `None` if no driver published memory of the function.
-///
-/// The pool is closed when that driver is unbound. May sleep; takes `POOLS`.
-///
-/// Errors: `ENODEV` if no [`Notifier`] is registered that could close the pool; `ENOMEM`.
-pub(crate) fn pool(function: &Function) -> Result<Option<Arc<Pool>>> {
-    initialised();
-    let mut pools = POOLS.lock();
-    let pools = pools.as_mut().ok_or(ENODEV)?;
-    if let Some(pool) = pools.iter().find(|p| p.function().same(function)) {
-        return Ok(Some(pool.clone()));
-    }
-    let Some(pool) = Pool::find(function)? else {
-        return Ok(None);
-    };
-    pools.push(pool.clone(), GFP_KERNEL)?;
-    Ok(Some(pool))
-}
-
-/// Closes and forgets the pool of a function whose driver is unbound. The device is locked.
-fn close(function: &Function) {
-    publisher::forget(function);
-    if let Some(pools) = POOLS.lock().as_mut() {
-        pools.retain(|pool| {
-            let stays = !pool.function().same(function);
-            if !stays {
-                pool.close();
-            }
-            stays
-        });
-    }
-}
-
 /// True while a [`Notifier`] is registered.
 static REGISTERED: AtomicFlag = AtomicFlag::new(false);
 
@@ -117,7 +65,6 @@ impl<L: Listener> Notifier<L> {
         try_pin_init!(Self {
             listener,
             block <- Opaque::try_ffi_init(|slot: *mut bindings::notifier_block| {
-                initialised();
                 if REGISTERED.xchg(true, Relaxed) {
                     return Err(EBUSY);
                 }
@@ -132,7 +79,7 @@ impl<L: Listener> Notifier<L> {
                     bindings::bus_register_notifier(&raw const bindings::pci_bus_type, slot)
                 })
                 .inspect_err(|_| REGISTERED.store(false, Relaxed))?;
-                *POOLS.lock() = Some(KVec::new());
+                pool::allow();
                 Ok::<(), Error>(())
             }),
         }? Error)
@@ -162,12 +109,12 @@ impl<L: Listener> Notifier<L> {
                 this.listener.bound(device);
             }
             bindings::bus_notifier_event_BUS_NOTIFY_UNBIND_DRIVER => {
-                close(&function);
+                pool::close(&function);
                 this.listener.unbinding(&function);
             }
             // A pool found between `UNBIND_DRIVER` and here belongs to the former driver: close it before the next one is
             // bound.
-            bindings::bus_notifier_event_BUS_NOTIFY_BIND_DRIVER => close(&function),
+            bindings::bus_notifier_event_BUS_NOTIFY_BIND_DRIVER => pool::close(&function),
             bindings::bus_notifier_event_BUS_NOTIFY_ADD_DEVICE => this.listener.changed(),
             bindings::bus_notifier_event_BUS_NOTIFY_REMOVED_DEVICE => {
                 driver::forget(&function);
@@ -182,11 +129,7 @@ impl<L: Listener> Notifier<L> {
 #[pinned_drop]
 impl<L: Listener> PinnedDrop for Notifier<L> {
     fn drop(self: Pin<&mut Self>) {
-        if let Some(pools) = POOLS.lock().take() {
-            for pool in &pools {
-                pool.close();
-            }
-        }
+        pool::close_all();
         // SAFETY: By the type invariant the block is registered with this chain. The call waits for callbacks that run.
         unsafe { bindings::bus_unregister_notifier(&raw const bindings::pci_bus_type, self.block.get()) };
         REGISTERED.store(false, Relaxed);

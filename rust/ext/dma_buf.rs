@@ -435,8 +435,8 @@ impl<T: Exporter> DmaBuf<T> {
 
     /// `map_dma_buf` of `struct dma_buf_ops`. The reservation is locked.
     ///
-    /// Returns an error pointer: the errors of [`Exporter::map`]; `EINVAL` if a piece is not the target's memory or the
-    /// memory cannot be mapped for DMA; `ENOMEM`; those of the DMA mapping.
+    /// Returns an error pointer: the errors of [`Exporter::map`]; `EINVAL` if there is no piece, or one is not the
+    /// target's memory; `ENOMEM`; those of the DMA mapping.
     ///
     /// # Safety
     ///
@@ -452,22 +452,15 @@ impl<T: Exporter> DmaBuf<T> {
             Err(e) => return e.to_ptr(),
         };
         let count = u32::try_from(pieces.len()).unwrap_or(0);
-        let provider = target.provider().filter(|_| count > 0);
-        let (Some(provider), true) = (provider, pieces.iter().all(|piece| piece.is_in(&target))) else {
+        if count == 0 || !pieces.iter().all(|piece| piece.is_in(&target)) {
             drop(target);
             T::unmapped(object, importer);
             return EINVAL.to_ptr();
-        };
-        let keep = match KBox::new(target, GFP_KERNEL_ACCOUNT) {
-            Ok(keep) => KBox::into_raw(keep),
-            // `KBox::new()` drops the target.
-            Err(e) => {
-                T::unmapped(object, importer);
-                return Error::from(e).to_ptr();
-            }
-        };
+        }
+        let provider = target.provider();
+        let keep = Arc::into_raw(target).cast_mut();
         // SAFETY: The attachment is valid and its reservation locked. `count` is the length of `pieces`, of which each was
-        // just checked to be the target's memory. By the type invariant of `Target` the provider and the memory are valid
+        // just checked to be the target's memory. By the type invariant of `Backing` the provider and the memory are valid
         // while the target lives, and the mapping owns the target from here on.
         let table = unsafe {
             sys::p2pmem_dma_buf_map(
@@ -480,8 +473,8 @@ impl<T: Exporter> DmaBuf<T> {
             )
         };
         if from_err_ptr(table).is_err() {
-            // SAFETY: The pointer came from `KBox::into_raw()`, and no mapping was made that would own the box.
-            drop(unsafe { KBox::from_raw(keep) });
+            // SAFETY: The pointer came from `Arc::into_raw()`, and no mapping was made that would own the reference.
+            drop(unsafe { Target::from_raw(keep) });
             T::unmapped(object, importer);
         }
         table
@@ -500,8 +493,8 @@ impl<T: Exporter> DmaBuf<T> {
     ) {
         // SAFETY: `map` made the table for this attachment, and the core does not use it after this call.
         let keep = unsafe { sys::p2pmem_dma_buf_unmap(attachment, table, direction) };
-        // SAFETY: `map` gave each mapping a target from `KBox::into_raw()`, which the mapping's end returns.
-        drop(unsafe { KBox::from_raw(keep.cast::<Target>()) });
+        // SAFETY: `map` gave each mapping a target from `Arc::into_raw()`, which the mapping's end returns.
+        drop(unsafe { Target::from_raw(keep.cast()) });
         // SAFETY: The caller guarantees an attachment that `attach` accepted.
         let (object, importer) = unsafe { Self::parts(attachment) };
         T::unmapped(object, importer);

@@ -2,7 +2,7 @@
 
 //! The p2pmem PCI driver, to which own providers are bound by `driver_override` alone.
 //!
-//! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and gives ranges `struct page` or windows. The
+//! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and makes pages or windows of ranges. The
 //! driver reports unbinding, resets and errors to [`Hooks`].
 //!
 //! All functions are for process context and may sleep. The list of bound devices, `DEVICES`, is locked during [`with_bound`]
@@ -23,14 +23,20 @@ use crate::ext::{
         self,
         initialised, //
     },
-    p2pdma,
+    p2pdma::{
+        Backing,
+        BarRange, //
+    },
     pci::Function,
+    pool::{
+        self,
+        Pool, //
+    },
     uses::Uses,
     vma::{
         AddressSpace,
         Mappable, //
-    },
-    window::Window, //
+    }, //
 };
 use crate::policy::path::PciAddr;
 use core::{marker::PhantomData, ptr};
@@ -86,14 +92,12 @@ enum State {
 ///
 /// # Invariants
 ///
-/// While the entry is in [`DEVICES`] and `state` is not [`State::Unbound`], `device` is bound to the driver. Since it was bound: the
-/// BARs in the bit mask `claimed` were claimed, and `range` (BAR, offset, size), if any, is the one range that was added to its
-/// pool. Unbinding waits for `uses`, which counts windows of the device and its uses for DMA.
+/// While the entry is in [`DEVICES`] and `state` is not [`State::Unbound`], `device` is bound to the driver. The BARs in the bit
+/// mask `claimed` were claimed since. Unbinding waits for `uses`, which counts windows of the device and its uses for DMA.
 struct Entry {
     device: *mut bindings::pci_dev,
     state: State,
     claimed: u32,
-    range: Option<(u32, u64, u64)>,
     uses: Arc<Uses>,
     /// Refers to the device, so that no other one has its address.
     master: Arc<BusMaster>,
@@ -351,12 +355,11 @@ impl<H: Hooks> pci::Driver for Driver<H> {
                 Some(at) => devices[at].master.clone(),
                 None => BusMaster::new(Function::of(dev))?,
             };
-            // INVARIANT: The device is being bound. Nothing was claimed or added, and no use exists.
+            // INVARIANT: The device is being bound. Nothing was claimed, and no use exists.
             let entry = Entry {
                 device,
                 state: State::Ready,
                 claimed: 0,
-                range: None,
                 uses,
                 master: master.clone(),
             };
@@ -373,7 +376,7 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
         let function = Function::of(dev);
         let mut uses = None;
-        // First: after this `with_bound` does not find the device, so no range is added, and no use is made.
+        // First: after this `with_bound` does not find the device, so no range is added, and no use begins.
         with_entry(function.as_raw(), |entry| {
             entry.state = State::Unbound;
             uses = Some(entry.uses.clone());
@@ -390,17 +393,12 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 ///
 /// # Invariants
 ///
-/// `range` (BAR, offset, size), if any, was added to the device's pool since the device was bound. The unbinding of the
-/// device waits for `uses`.
+/// The unbinding of the device waits for `uses`. `entry`, if any, is that of the device.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
-    state: State,
-    /// The BARs that this driver has claimed, as a bit mask. None for a device of another driver.
-    claimed: Option<&'a mut u32>,
-    range: &'a mut Option<(u32, u64, u64)>,
     uses: &'a Arc<Uses>,
-    /// The bus mastering of a device of this driver.
-    master: Option<&'a Arc<BusMaster>>,
+    /// `None` for a device of another driver.
+    entry: Option<&'a mut Entry>,
 }
 
 impl<'a> Published<'a> {
@@ -408,22 +406,13 @@ impl<'a> Published<'a> {
     ///
     /// # Safety
     ///
-    /// `range` must be the range that was added to the device's pool since it was bound, if any, and the driver must not be
-    /// unbound before `uses` counts no use.
-    pub(super) unsafe fn by_other(
-        device: &'a pci::Device<Bound>,
-        range: &'a mut Option<(u32, u64, u64)>,
-        uses: &'a Arc<Uses>,
-    ) -> Self {
-        // INVARIANT: The caller guarantees that `range` was added since the device was bound, and that unbinding waits for
-        // `uses`. `device` is bound as long as the result lives.
+    /// The driver must not be unbound before `uses` counts no use.
+    pub(super) unsafe fn by_other(device: &'a pci::Device<Bound>, uses: &'a Arc<Uses>) -> Self {
+        // INVARIANT: The caller guarantees that unbinding waits for `uses`.
         Self {
             device,
-            state: State::Ready,
-            claimed: None,
-            range,
             uses,
-            master: None,
+            entry: None,
         }
     }
 
@@ -434,7 +423,7 @@ impl<'a> Published<'a> {
 
     /// Returns why the memory cannot be published now, as a clause about the device; `None` if it can be.
     pub(crate) fn unready(&self) -> Option<&'static str> {
-        match self.state {
+        match self.entry.as_ref()?.state {
             State::Ready => None,
             State::Resetting | State::Answering => Some("is being reset"),
             State::Failed | State::Unbound => Some("has failed, and no reset has made its memory answer"),
@@ -446,11 +435,11 @@ impl<'a> Published<'a> {
     /// Errors: `EINVAL` if there is no such BAR; `EBUSY` if part of it is claimed already (the kernel logs which part);
     /// `ENOMEM`.
     pub(crate) fn claim(&mut self, bar: u32) -> Result {
-        let Some(claimed) = self.claimed.as_deref_mut() else {
+        let Some(entry) = self.entry.as_deref_mut() else {
             return Ok(());
         };
         let bit = 1_u32.checked_shl(bar).ok_or(EINVAL)?;
-        if *claimed & bit != 0 {
+        if entry.claimed & bit != 0 {
             return Ok(());
         }
         let device = Function::of(self.device).as_raw();
@@ -458,63 +447,38 @@ impl<'a> Published<'a> {
         // The name is a static of this module, whose driver is unregistered before the module goes.
         to_result(unsafe { bindings::pcim_request_region(device, bar as ffi::c_int, c"p2pmem".as_char_ptr()) })?;
         // INVARIANT: The BAR was claimed above.
-        *claimed |= bit;
+        entry.claimed |= bit;
         Ok(())
     }
 
     /// Returns a use of the device for DMA, for which the device stays bound. `None` for a device of another driver.
     pub(crate) fn dma_use(&self) -> Option<DmaUse> {
-        // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
-        self.master.map(|master| unsafe { DmaUse::new(master, self.uses) })
+        self.entry
+            .as_ref()
+            // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
+            .map(|entry| unsafe { DmaUse::new(&entry.master, self.uses) })
     }
 
-    /// Adds a range of a BAR to the device's pool, with a `struct page` for each page.
-    ///
-    /// The range keeps its pages until the device is unbound, so only the same range can be added again. May sleep.
-    ///
-    /// Errors: `EBUSY` if another range was added; those of `pci_p2pdma_add_resource()`.
-    pub(crate) fn add_range(&mut self, bar: u32, offset: u64, size: u64) -> Result {
-        match *self.range {
-            Some(range) if range == (bar, offset, size) => return Ok(()),
-            Some(_) => return Err(EBUSY),
-            None => {}
-        }
-        p2pdma::add_resource(self.device, bar, size, offset)?;
-        // INVARIANT: The range was added during the binding that `self` refers to.
-        *self.range = Some((bar, offset, size));
-        Ok(())
+    /// Adds a range of a BAR to the device's pool, with a `struct page` for each page, and publishes the pool to other drivers in the
+    /// kernel until [`pool::withdraw`]. Returns the pool. Errors: those of [`pool::add_range`].
+    pub(crate) fn add_range(&self, range: BarRange) -> Result<Arc<Pool>> {
+        let pool = pool::add_range(self.device, range)?;
+        pool.offer();
+        Ok(pool)
     }
 
-    /// Publishes the device's pool to other drivers in the kernel, until [`p2pdma::withdraw`].
-    ///
-    /// Errors: `ENODEV` if no range was added.
-    pub(crate) fn offer(&self) -> Result {
-        if self.range.is_none() {
-            return Err(ENODEV);
-        }
-        // SAFETY: By the type invariant the range was added to the device's pool since the device was bound, so the device
-        // has a pool.
-        unsafe { p2pdma::offer(self.device) };
-        Ok(())
-    }
-
-    /// Maps a range of a BAR as a window without `struct page`. Programs map the window in `space`. May sleep.
+    /// Maps a range of a BAR as a window without `struct page`. Programs map the window in `space`, at the pages from `first` on. May
+    /// sleep.
     ///
     /// Errors: `EBUSY` if a range of the device has pages; `EINVAL` if the range is not in the BAR; `EOPNOTSUPP` if the
     /// device cannot do peer-to-peer DMA; `ENOMEM`.
-    pub(crate) fn window<T: Mappable>(
-        &self,
-        bar: u32,
-        offset: u64,
-        size: u64,
-        space: &AddressSpace<T>,
-    ) -> Result<Window> {
-        if self.range.is_some() {
+    pub(crate) fn window<T: Mappable>(&self, range: BarRange, space: &AddressSpace<T>, first: u64) -> Result<Backing> {
+        let function = Function::of(self.device);
+        if pool::added(&function).is_some() {
             return Err(EBUSY);
         }
-        let space = space.hold();
         // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
-        unsafe { Window::new(&Function::of(self.device), bar, offset, size, self.uses, space) }
+        unsafe { Backing::window(&function, range, space.hold(), first, self.uses) }
     }
 }
 
@@ -532,13 +496,10 @@ pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -
     // the state before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
     // pci_dev` in every context.
     let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
-    // INVARIANT: `range` is the entry's, and `unbind` waits for the entry's uses.
+    // INVARIANT: `unbind` waits for the entry's uses.
     Some(f(Published {
         device,
-        state: entry.state,
-        claimed: Some(&mut entry.claimed),
-        range: &mut entry.range,
-        uses: &entry.uses,
-        master: Some(&entry.master),
+        uses: &entry.uses.clone(),
+        entry: Some(entry),
     }))
 }

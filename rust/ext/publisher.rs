@@ -5,7 +5,7 @@
 //! The C functions in `rust/sys/publisher.c` call the `p2pmem_rust_*` functions here. [`Registrar`] makes providers of the
 //! registrations.
 //!
-//! All functions are for process context and may sleep. Locks: `REGISTRAR` and `PAGED` are innermost. `RevokeCallback::called` is
+//! All functions are for process context and may sleep. Locks: `REGISTRAR` is innermost. `RevokeCallback::called` is
 //! locked during the driver's callback.
 //!
 //! C header: `include/linux/p2pmem.h`
@@ -13,12 +13,9 @@
 use crate::{
     ext::{
         driver::Published,
-        global::{
-            self,
-            initialised, //
-        },
-        p2pdma,
+        global::initialised,
         pci::Function,
+        pool,
         refusal::{
             refuse,
             Answer, //
@@ -28,7 +25,7 @@ use crate::{
     policy::path::PciAddr,
     sys, //
 };
-use core::ptr::{self, NonNull};
+use core::ptr::NonNull;
 use kernel::{
     bindings,
     device::Bound,
@@ -74,38 +71,15 @@ kernel::sync::global_lock! {
     unsafe(uninit) static REGISTRAR: Mutex<Option<Arc<dyn Registrar>>> = None;
 }
 
-/// A device of another driver, and the range that was added to its pool for a registration (BAR, offset, size).
-///
-/// # Invariants
-///
-/// While the entry is in [`PAGED`], the device is bound to the driver that `range` was added for. The bus notifier removes
-/// the entry with [`forget`] before the driver is unbound. `device` is only compared, never dereferenced.
-struct PagedDevice {
-    device: *mut bindings::pci_dev,
-    range: Option<(u32, u64, u64)>,
-}
-
-// SAFETY: The pointer is only compared.
-unsafe impl Send for PagedDevice {}
-
-kernel::sync::global_lock! {
-    // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
-    // panics before that.
-    unsafe(uninit) static PAGED: Mutex<KVec<PagedDevice>> = KVec::new();
-}
-
-/// Initialises `REGISTRAR` and `PAGED`.
+/// Initialises `REGISTRAR`.
 ///
 /// # Safety
 ///
 /// Must be called once, before [`global::set_initialised`].
 pub(super) unsafe fn init_lock() {
-    // SAFETY: The caller guarantees that this is the first call. No other code uses the locks before `set_initialised()`,
+    // SAFETY: The caller guarantees that this is the first call. No other code uses the lock before `set_initialised()`,
     // as `initialised()` panics.
-    unsafe {
-        REGISTRAR.init();
-        PAGED.init();
-    }
+    unsafe { REGISTRAR.init() };
 }
 
 /// Opens registration to drivers, until it is dropped.
@@ -206,28 +180,6 @@ struct DriverRegistration {
     publisher: Arc<RevokeCallback>,
 }
 
-/// Calls `f` with the range that was added to the pool of a bound device, if any, with `PAGED` locked.
-///
-/// p2pmem keeps this itself: a device with p2pdma data may have no pool, and the kernel has no check for that
-/// ([`super::p2pdma::Pool`]). Errors: `ENOMEM`.
-fn paged_range<R>(function: &Function, f: impl FnOnce(&mut Option<(u32, u64, u64)>) -> R) -> Result<R> {
-    initialised();
-    let mut all = PAGED.lock();
-    let device = function.as_raw();
-    if !all.iter().any(|d| ptr::eq(d.device, device)) {
-        all.push(PagedDevice { device, range: None }, GFP_KERNEL)?;
-    }
-    let found = all.iter_mut().find(|d| ptr::eq(d.device, device)).ok_or(ENODEV)?;
-    Ok(f(&mut found.range))
-}
-
-/// Forgets the range of a device whose driver is unbound: the driver core removes its pages.
-pub(super) fn forget(function: &Function) {
-    initialised();
-    let device = function.as_raw();
-    global::drop_from(&mut PAGED.lock(), |d| ptr::eq(d.device, device));
-}
-
 /// Registers a part of a BAR of a bound device. Sleeps.
 ///
 /// Errors: see `p2pmem_register_provider()` in the header.
@@ -263,18 +215,11 @@ fn register(device: &pci::Device<Bound>, what: &sys::p2pmem_publication) -> Answ
     if registrar.is_provided(&function) {
         return Err(refuse!(EEXIST, "{} is a provider already", wanted.addr));
     }
-    let mut range = paged_range(&function, |range| *range)?;
-    // SAFETY: `range` is what this file has recorded of the device since it was bound. By the contract of the header the driver
-    // unregisters before it is unbound, and unregistering waits for `uses`.
-    let bound = unsafe { Published::by_other(device, &mut range, &uses) };
+    // SAFETY: By the contract of the header the driver unregisters before it is unbound, and unregistering waits for `uses`.
+    let bound = unsafe { Published::by_other(device, &uses) };
     let made = registrar.register(&wanted, bound, publisher.clone());
-    if range.is_some() {
-        // INVARIANT: The range was added to the pool of the device, which is still bound.
-        // Cannot fail: the device has an entry, so nothing is allocated.
-        let _ = paged_range(&function, |known| *known = range);
-    }
     if made.is_err() {
-        p2pdma::withdraw(device);
+        pool::withdraw(device);
         publisher.disarm();
     }
     Ok(registration.write(DriverRegistration {
@@ -327,7 +272,7 @@ unsafe extern "C" fn p2pmem_rust_unregister(registration: *mut sys::p2pmem_regis
     // SAFETY: By the contract the function stays bound to the calling driver until this function returns. `pci::Device` is
     // a transparent wrapper of `struct pci_dev` in every context.
     let device = unsafe { &*registration.function.as_raw().cast::<pci::Device<Bound>>() };
-    p2pdma::withdraw(device);
+    pool::withdraw(device);
     registration
         .registrar
         .unregister(&registration.function, registration.provider);

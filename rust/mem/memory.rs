@@ -121,7 +121,7 @@ impl Memory {
 
     /// Returns the target for DMA mappings of the memory.
     pub(crate) fn target(&self) -> Target {
-        self.backing_and_offset().0.target()
+        self.backing_and_offset().0.clone()
     }
 
     /// Maps the memory from `offset` on at the address of `fault`.

@@ -31,11 +31,9 @@ use crate::{
             FitHint,
             FreeHint, //
         },
-        p2pdma::{
-            Backing,
-            Pool, //
-        },
+        p2pdma::Backing,
         pci::Function,
+        pool::Pool,
         publisher::RevokeCallback,
         refusal::Text,
         vma, //
@@ -268,7 +266,7 @@ impl PageBases {
     }
 
     /// Returns the page of a byte of a BAR.
-    fn of(&self, bar: u32, offset: u64) -> u64 {
+    pub(crate) fn of(&self, bar: u32, offset: u64) -> u64 {
         self.0.get(bar as usize).map_or(0, |base| base + (offset >> PAGE_SHIFT))
     }
 }
@@ -303,9 +301,9 @@ impl<B: Send + Sync + 'static> Provider<B> {
     /// Makes an own or registered provider of `backing`. Errors: `ENOMEM`.
     pub(crate) fn own(config: ProviderConfig<B>, backing: Backing) -> Result<Arc<Self>> {
         let size = backing.size();
-        let flags = match backing {
-            Backing::Pages(_) => consts::PROVIDER_EXPORTABLE,
-            Backing::Window(_) => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
+        let flags = match backing.has_pages() {
+            true => consts::PROVIDER_EXPORTABLE,
+            false => consts::PROVIDER_EXPORTABLE | consts::PROVIDER_PAGELESS,
         };
         let own = OwnMemory::new(backing)?;
         let kind = match config.publisher {

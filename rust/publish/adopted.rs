@@ -12,12 +12,12 @@ use crate::{
         PAGE, //
     },
     ext::{
-        bus,
         driver,
         pci::{
             driver_name,
             Function, //
-        }, //
+        },
+        pool, //
     },
     mem::{
         buffer::Provider,
@@ -36,7 +36,7 @@ impl Orchestrator {
         if self.find(function).is_some() || driver::with_bound(function.address(), |_| ()).is_some() {
             return Ok(());
         }
-        let Some(pool) = bus::pool(function)? else {
+        let Some(pool) = pool::find(function)? else {
             return Ok(());
         };
         // One page suffices to look up the published range. How much of the range the driver uses itself shows when an

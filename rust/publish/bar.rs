@@ -13,16 +13,16 @@ use crate::{
         PAGE, //
     },
     ext::{
-        bus,
         driver,
         p2pdma::{
-            self,
-            Backing, //
+            Backing,
+            BarRange, //
         },
         pci::{
             driver_name,
             Function, //
         },
+        pool,
         publisher::{
             Publication,
             RevokeCallback, //
@@ -41,7 +41,7 @@ use crate::{
     },
     policy::path::PciAddr, //
 };
-use kernel::{device::Bound, pci, prelude::*, sync::Arc};
+use kernel::{prelude::*, sync::Arc};
 
 /// Alignment of ranges that get struct pages, in bytes (`SUBSECTION_SIZE`). `memremap_pages()` warns about other ranges.
 const SECTION: u64 = 2 << 20;
@@ -51,7 +51,7 @@ impl Orchestrator {
     ///
     /// Errors: `ENODEV` (no such function, or not bound to p2pmem), `EINVAL` (the settings do not fit the BAR), `EBUSY`
     /// (the range or pool is in use, the provider is being removed, the function is being reset or has failed, or the system is about
-    /// to sleep), `EEXIST` (a provider already), `EIO`, `ENOMEM`.
+    /// to sleep), `EEXIST` (a provider already), `ENOMEM`.
     pub(crate) fn publish(&self, wanted: &Publication) -> Answer<u32> {
         let addr = wanted.addr;
         driver::with_bound(addr, |device| self.publish_bound(wanted, device, None)).unwrap_or_else(|| {
@@ -66,16 +66,6 @@ impl Orchestrator {
         })
     }
 
-    /// Publishes a BAR of a device for the driver that registers it. Errors: as for [`Self::publish`], without `ENODEV`.
-    pub(crate) fn publish_registered(
-        &self,
-        wanted: &Publication,
-        device: driver::Published<'_>,
-        publisher: Arc<RevokeCallback>,
-    ) -> Answer<u32> {
-        self.publish_bound(wanted, device, Some(publisher))
-    }
-
     /// Begins to remove the own provider of `addr`, and offers its pool to other drivers no more. Returns the provider to
     /// wait for, or `None` if there is none.
     ///
@@ -83,17 +73,17 @@ impl Orchestrator {
     pub(crate) fn unpublish(self: &Arc<Self>, addr: PciAddr) -> Answer<Option<Arc<Provider>>> {
         let function = driver::with_bound(addr, |device| {
             let function = Function::of(device.device());
-            p2pdma::withdraw(device.device());
+            pool::withdraw(device.device());
             function
         });
         let function = function.ok_or_else(|| refuse!(ENODEV, "{} is no longer bound to the p2pmem driver", addr))?;
         Ok(self.begin(&function, RemovalKind::Retire)?)
     }
 
-    /// Publishes a range with or without struct pages, after checking the settings. `auto` for the BAR is the largest
-    /// prefetchable 64-bit BAR; `auto` for the kernel reserve is a rule's reserve, else 1/16 of the range and at most 16
-    /// MiB.
-    fn publish_bound(
+    /// Publishes a range of a bound device with or without struct pages, after checking the settings. `publisher` is that of the
+    /// driver that registers the memory, if one does. `auto` for the BAR is the largest prefetchable 64-bit BAR; `auto` for the
+    /// kernel reserve is a rule's reserve, else 1/16 of the range and at most 16 MiB. Errors: as for [`Self::publish`], without `ENODEV`.
+    pub(crate) fn publish_bound(
         &self,
         wanted: &Publication,
         mut device: driver::Published<'_>,
@@ -157,19 +147,85 @@ impl Orchestrator {
                 len
             ));
         }
-        if !wanted.pages {
-            return self.publish_window(wanted, &mut device, bar, size, publisher);
+        let at = function.bar(bar).map_or(0, |(start, _)| start) + wanted.offset;
+        let reserve = match wanted.pages {
+            true => self.reserve_of(wanted, &function, at, size)?,
+            false if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) => {
+                return Err(refuse!(
+                    EINVAL,
+                    "without pages {} has no pool of the kernel's that a kernel_reserve could be in: set it to 0 or auto",
+                    addr
+                ));
+            }
+            false => 0,
+        };
+        device.claim(bar).map_err(|e| match e {
+            e if e == EBUSY => refuse!(e, "BAR {} of {} is busy: see /proc/iomem", bar, addr),
+            e => refuse!(e, "BAR {} of {} cannot be claimed", bar, addr),
+        })?;
+        let (id, pages) = self.identity(&function)?;
+        let range = BarRange {
+            bar,
+            offset: wanted.offset,
+            size,
+        };
+        let backing = match wanted.pages {
+            true => take(&device, range, at, reserve, addr),
+            false => device
+                .window(range, self.space(), pages.of(bar, wanted.offset))
+                .map_err(|e| match e {
+                    e if e == EBUSY => refuse!(
+                        e,
+                        "{} was given pages since it was bound: unbind it to publish it without",
+                        addr
+                    ),
+                    e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
+                }),
+        };
+        let made = backing.and_then(|backing| {
+            let parts = ProviderConfig {
+                id,
+                pages,
+                region: self.region(&function, backing.size())?,
+                ledger: self.rules().clone(),
+                place: (bar, wanted.offset),
+                kernel_reserve: reserve,
+                function: function.clone(),
+                driver: driver_name(device.device()),
+                pinned_exports: wanted.pinned_exports,
+                attach_gid: wanted.attach_gid,
+                publisher,
+            };
+            let provider = Provider::own(parts, backing)?;
+            self.add(&provider)?;
+            dev_info!(
+                provider.function().device(),
+                "p2pmem: published {} bytes of BAR {} at offset {}{}\n",
+                provider.size,
+                bar,
+                wanted.offset,
+                if provider.has_pages() { "" } else { ", without pages" }
+            );
+            Ok(provider.id)
+        });
+        if reserve == 0 || made.is_err() {
+            // Without a kernel reserve the pool, if there is one, has nothing for other drivers.
+            pool::withdraw(device.device());
         }
-        let at = function.bar(bar).map_or(0, |(start, _)| start);
-        if (at + wanted.offset) % SECTION != 0 || size % SECTION != 0 {
+        made
+    }
+
+    /// Checks the settings of a range of `size` bytes at the address `at` that is to get struct pages, and returns its kernel
+    /// reserve.
+    fn reserve_of(&self, wanted: &Publication, function: &Function, at: u64, size: u64) -> Answer<u64> {
+        if at % SECTION != 0 || size % SECTION != 0 {
             return Err(refuse!(
                 EINVAL,
-                "the kernel makes struct pages for pieces of {} bytes alone: {} bytes at offset {} of BAR {} of {} are none; do without pages",
+                "the kernel makes struct pages for pieces of {} bytes alone: {} bytes at offset {} of the BAR of {} are none; do without pages",
                 SECTION,
                 size,
                 wanted.offset,
-                bar,
-                addr
+                wanted.addr
             ));
         }
         let by_rule = self.rules().kernel_reserve(&function.function_id());
@@ -185,131 +241,32 @@ impl Orchestrator {
                 size
             ));
         }
-        claim(&mut device, bar, addr)?;
-        device.add_range(bar, wanted.offset, size).map_err(|e| match e {
-            e if e == EBUSY => refuse!(
-                e,
-                "another range of {} was published since it was bound: unbind it to change that, or another driver has the range",
-                addr
-            ),
-            e => refuse!(e, "the kernel does not make pages for BAR {} of {}", bar, addr),
-        })?;
-        device.offer()?;
-        let made = self.make_own(wanted, device.device(), bar, (size, reserve), publisher);
-        if reserve == 0 || made.is_err() {
-            // Without a kernel reserve the pool has nothing for other drivers.
-            p2pdma::withdraw(device.device());
-        }
-        made
-    }
-
-    /// Makes a provider of the range that just got struct pages: takes all but `reserve` bytes from the pool.
-    ///
-    /// Errors: `EBUSY` (another driver took memory of the pool meanwhile), `EIO`, `ENOMEM`.
-    fn make_own(
-        &self,
-        wanted: &Publication,
-        device: &pci::Device<Bound>,
-        bar: u32,
-        (size, reserve): (u64, u64),
-        publisher: Option<Arc<RevokeCallback>>,
-    ) -> Answer<u32> {
-        let function = Function::of(device);
-        let addr = function.address();
-        let pool = bus::pool(&function)?.ok_or_else(|| {
-            refuse!(
-                EIO,
-                "the kernel does not find the memory of {} that was just published",
-                addr
-            )
-        })?;
-        let chunk = pool.take(size - reserve).ok_or_else(|| {
-            refuse!(
-                EBUSY,
-                "other drivers use memory of {} that p2pmem would manage: raise kernel_reserve",
-                addr
-            )
-        })?;
-        let at = function.bar(bar).map_or(0, |(at, _)| at);
-        if chunk.phys() != at + wanted.offset {
-            return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
-        }
-        self.add_own(wanted, device, (bar, reserve), Backing::Pages(chunk), publisher)
-    }
-
-    /// Makes a provider of a range without struct pages. Errors: `EINVAL`, `EBUSY` (the range has struct pages), `ENOMEM`.
-    fn publish_window(
-        &self,
-        wanted: &Publication,
-        device: &mut driver::Published<'_>,
-        bar: u32,
-        size: u64,
-        publisher: Option<Arc<RevokeCallback>>,
-    ) -> Answer<u32> {
-        let addr = wanted.addr;
-        if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) {
-            return Err(refuse!(
-                EINVAL,
-                "without pages {} has no pool of the kernel's that a kernel_reserve could be in: set it to 0 or auto",
-                addr
-            ));
-        }
-        claim(device, bar, addr)?;
-        let window = device
-            .window(bar, wanted.offset, size, self.space())
-            .map_err(|e| match e {
-                e if e == EBUSY => refuse!(
-                    e,
-                    "{} was given pages since it was bound: unbind it to publish it without",
-                    addr
-                ),
-                e => refuse!(e, "BAR {} of {} cannot be mapped", bar, addr),
-            })?;
-        self.add_own(wanted, device.device(), (bar, 0), Backing::Window(window), publisher)
-    }
-
-    /// Creates the provider and adds it to the list. Errors: `EBUSY`, `EEXIST`, `ENOMEM`.
-    fn add_own(
-        &self,
-        wanted: &Publication,
-        device: &pci::Device<Bound>,
-        (bar, reserve): (u32, u64),
-        backing: Backing,
-        publisher: Option<Arc<RevokeCallback>>,
-    ) -> Answer<u32> {
-        let function = Function::of(device);
-        let (id, pages) = self.identity(&function)?;
-        let parts = ProviderConfig {
-            id,
-            pages,
-            driver: driver_name(device),
-            region: self.region(&function, backing.size())?,
-            ledger: self.rules().clone(),
-            place: (bar, wanted.offset),
-            kernel_reserve: reserve,
-            function,
-            pinned_exports: wanted.pinned_exports,
-            attach_gid: wanted.attach_gid,
-            publisher,
-        };
-        let provider = Provider::own(parts, backing)?;
-        self.add(&provider)?;
-        dev_info!(
-            provider.function().device(),
-            "p2pmem: published {} bytes of BAR {} at offset {}{}\n",
-            provider.size,
-            bar,
-            wanted.offset,
-            if provider.has_pages() { "" } else { ", without pages" }
-        );
-        Ok(provider.id)
+        Ok(reserve)
     }
 }
 
-/// Requests the BAR's region. Errors: `EBUSY` if it belongs to another driver.
-fn claim(device: &mut driver::Published<'_>, bar: u32, addr: PciAddr) -> Answer<()> {
-    device.claim(bar).map_err(|e| match e {
-        e if e == EBUSY => refuse!(e, "BAR {} of {} is busy: see /proc/iomem", bar, addr),
-        e => refuse!(e, "BAR {} of {} cannot be claimed", bar, addr),
-    })
+/// Gives a range struct pages, publishes it to other drivers, and takes all but `reserve` bytes from the pool. `at` is the address
+/// of the range.
+///
+/// Errors: `EBUSY` (another range has pages, or another driver took memory of the pool meanwhile), `ENOMEM`.
+fn take(device: &driver::Published<'_>, range: BarRange, at: u64, reserve: u64, addr: PciAddr) -> Answer<Backing> {
+    let pool = device.add_range(range).map_err(|e| match e {
+        e if e == EBUSY => refuse!(
+            e,
+            "another range of {} was published since it was bound: unbind it to change that, or another driver has the range",
+            addr
+        ),
+        e => refuse!(e, "the kernel does not make pages for BAR {} of {}", range.bar, addr),
+    })?;
+    let chunk = pool.take(range.size - reserve).ok_or_else(|| {
+        refuse!(
+            EBUSY,
+            "other drivers use memory of {} that p2pmem would manage: raise kernel_reserve",
+            addr
+        )
+    })?;
+    if chunk.phys() != at {
+        return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
+    }
+    Ok(chunk)
 }

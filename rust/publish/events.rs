@@ -79,7 +79,7 @@ impl Registrar for DriverMemory {
         device: driver::Published<'_>,
         publisher: Arc<RevokeCallback>,
     ) -> Answer<u32> {
-        self.0.publish_registered(wanted, device, publisher)
+        self.0.publish_bound(wanted, device, Some(publisher))
     }
 
     fn unregister(&self, function: &Function, provider: u32) {

@@ -174,13 +174,6 @@ impl Export {
             ));
         }
         let (target, start) = buffer.target()?;
-        if !target.is_for_dma() {
-            return Err(refuse!(
-                abi::errno(abi::EOPNOTSUPP),
-                "memory of {} cannot be exported: its driver published it, and it lies in none of its BARs",
-                provider.addr
-            ));
-        }
         let mut pieces = KVec::with_capacity(ranges.len(), GFP_KERNEL_ACCOUNT)?;
         for range in &ranges {
             pieces.push(PhysRange::new(start + range.offset, range.size)?, GFP_KERNEL_ACCOUNT)?;

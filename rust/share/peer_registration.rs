@@ -254,13 +254,6 @@ impl PeerRegistration {
         let (target, start) = buffer.target()?;
         if let Some((device, name)) = adapter.device().zip(name.as_ref()) {
             access::check(buffer, device, name)?;
-            if !target.is_for_dma() {
-                return Err(refuse!(
-                    unsupported,
-                    "memory of {} cannot be mapped for DMA: its driver published it, and it lies in none of its BARs",
-                    provider.addr
-                ));
-            }
         } else {
             if !provider.has_pages() {
                 return Err(refuse!(

@@ -26,7 +26,7 @@ use crate::{
     ext::{
         abi::consts,
         free_hint::FitBounds,
-        p2pdma,
+        pool,
         refusal::{
             refuse,
             Answer, //
@@ -284,7 +284,7 @@ impl Orchestrator {
     /// Returns the id of the provider that `pci_p2pmem_find_many()` chooses, or `None` if the kernel finds none or a device
     /// that is no provider.
     fn upstream_choice(snapshot: &TopologySnapshot) -> Result<Option<u32>> {
-        let found = p2pdma::find_many(&snapshot.clients)?;
+        let found = pool::find_many(&snapshot.clients)?;
         Ok(found.and_then(|f| snapshot.providers.iter().find(|p| p.function().same(&f)).map(|p| p.id)))
     }
 }

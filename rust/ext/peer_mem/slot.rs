@@ -103,12 +103,9 @@ impl Slot {
     /// entries.
     ///
     /// May sleep. Errors: `ENODEV` if the slot is closed; `EBUSY` if the slot has or had a mapping; `EINVAL` if a piece
-    /// does not lie in the target's memory, or the target cannot be mapped for such an adapter; those of the DMA mapping.
+    /// does not lie in the target's memory, or the adapter is virtual and the target has no pages; those of the DMA mapping.
     pub(crate) fn map(&self, adapter: &Adapter<'_>, target: Target, pieces: &[PhysRange]) -> Result<u32> {
-        let serves = match adapter.device().is_none() {
-            true => target.has_pages(),
-            false => target.is_for_dma(),
-        };
+        let serves = adapter.device().is_some() || target.has_pages();
         if !serves || !pieces.iter().all(|piece| piece.is_in(&target)) {
             return Err(EINVAL);
         }
@@ -120,13 +117,12 @@ impl Slot {
     ///
     /// # Safety
     ///
-    /// All pieces must lie in the memory of `target`, which must have pages for a virtual adapter, and be for DMA for
-    /// other adapters. Without a target, the adapter must be virtual, and nothing may use the entries.
+    /// All pieces must lie in the memory of `target`, which must have pages for a virtual adapter. Without a target, the adapter must be virtual, and nothing may use the entries.
     unsafe fn map_unchecked(&self, adapter: &Adapter<'_>, target: Option<Target>, pieces: &[PhysRange]) -> Result<u32> {
         let provider = target
             .as_ref()
             .filter(|_| adapter.device().is_some())
-            .and_then(Target::provider);
+            .map(|target| target.provider());
         let provider = provider.map_or(ptr::null_mut(), NonNull::as_ptr);
         let count = u32::try_from(pieces.len())?;
         let mut state = self.state.lock();

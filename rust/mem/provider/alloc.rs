@@ -11,10 +11,7 @@
 use crate::{
     ext::{
         free_hint::padded,
-        p2pdma::{
-            Backing,
-            Pool, //
-        },
+        pool::Pool,
         task::is_killed, //
     },
     mem::{
@@ -132,7 +129,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let memory = pool.take(taken).ok_or(ENOSPC).and_then(|chunk| {
             let (_, at) = chunk.place();
             let align_skip = at.next_multiple_of(align) - at;
-            let backing = Arc::new(Backing::Pages(chunk), GFP_KERNEL_ACCOUNT)?;
+            let backing = Arc::new(chunk, GFP_KERNEL_ACCOUNT)?;
             Memory::new(MemorySource::Adopted { backing, align_skip }, size)
         });
         if let Err(e) = memory.as_ref() {
