@@ -195,7 +195,10 @@ impl File {
         let mut decision = self.decision(request)?;
         self.orchestrator.alloc(request, capacity, self.id, &mut decision)?;
         let answer = if decision.is_complete() {
-            keep(&mut decision)
+            let answer = keep(&mut decision);
+            // Buffers that `keep` did not take end here, and not with the remembered decision.
+            drop(decision.take());
+            answer
         } else {
             let refusal = decision.explanation()?.refusal();
             refusal.log(what);
