@@ -89,16 +89,16 @@ impl Place {
             Preference::Avoid => Self::AVOIDED,
             Preference::Prefer | Preference::Neutral => 0,
         };
-        let preferences = (effect.preference as u32) << 2 | effect.file_preference as u32;
-        let standing = by.map_or(Self::EXCLUDED, |by| avoided | (by as u32) << 4 | preferences);
+        let preferences = ((effect.preference as u32) << 2) | effect.file_preference as u32;
+        let standing = by.map_or(Self::EXCLUDED, |by| avoided | ((by as u32) << 4) | preferences);
         // An unknown value (0) loses.
         let numa = match reach.numa_distance {
             0 => u32::MAX,
             known => known,
         };
         let class = reach.class().map_or(0, PathClass::as_raw);
-        let criteria = [standing << 8 | class, reach.hops, !reach.bandwidth, numa];
-        Self(criteria.into_iter().fold(0, |sum, word| sum << 32 | u128::from(word)))
+        let criteria = [(standing << 8) | class, reach.hops, !reach.bandwidth, numa];
+        Self(criteria.into_iter().fold(0, |sum, word| (sum << 32) | u128::from(word)))
     }
 
     /// Returns the part that the request and the rules decide.
