@@ -28,7 +28,7 @@ use crate::{
             Buffer,
             Provider, //
         },
-        provider::Ledger, //
+        provider::Counted, //
     },
     policy::{
         quota::{
@@ -250,9 +250,11 @@ pub(crate) struct Rules {
     state: Mutex<State>,
 }
 
-impl Ledger<Buffer> for Rules {
-    fn uncharge(&self, provider: &Provider, id: u64) {
-        let mut state = self.state.lock();
+impl Counted for Buffer {
+    type Ledger = Rules;
+
+    fn uncharge(rules: &Rules, provider: &Provider, id: u64) {
+        let mut state = rules.state.lock();
         let mut books = provider.books();
         books.counted = state.counts();
         let ended = books.end_charge(id);

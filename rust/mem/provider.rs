@@ -176,7 +176,7 @@ impl<B> Inner<B> {
 ///
 /// `being_removed` is set if and only if `inner.source` is `None`; both change with `inner` locked.
 #[pin_data]
-pub(crate) struct Provider<B: Send + Sync + 'static> {
+pub(crate) struct Provider<B: Counted> {
     /// The provider's number, never 0 and never used again.
     pub(crate) id: u32,
     pub(crate) kind: ProviderKind,
@@ -206,7 +206,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
     /// What the dmem cgroup charges for.
     region: Arc<Region>,
     /// Counts the bytes of the buffers.
-    ledger: Arc<dyn Ledger<B>>,
+    ledger: Arc<B::Ledger>,
     function: Function,
     driver: DriverName,
     /// Whether the provider is being removed, readable without the lock between two steps of clearing.
@@ -229,7 +229,7 @@ pub(crate) struct Provider<B: Send + Sync + 'static> {
 }
 
 impl_has_work! {
-    impl{B: Send + Sync + 'static} HasWork<Provider<B>> for Provider<B> { self.scrubber }
+    impl{B: Counted} HasWork<Provider<B>> for Provider<B> { self.scrubber }
 }
 
 /// Where the BARs of a provider are in the address space of all mappings: the page of the first byte of each.
@@ -271,23 +271,25 @@ impl PageBases {
     }
 }
 
-/// The counter of the bytes of buffers of type `B`: the rules in force (`rust/alloc/rules.rs`).
-pub(crate) trait Ledger<B: Send + Sync + 'static>: Send + Sync {
+/// A buffer whose bytes a ledger counts: the rules in force (`rust/alloc/rules.rs`).
+pub(crate) trait Counted: Send + Sync + Sized + 'static {
+    type Ledger: Send + Sync;
+
     /// Takes the charged buffer `id` off the books of `provider`, and its bytes off the counts.
     ///
     /// Context: process context, may sleep: the ledger takes a mutex.
-    fn uncharge(&self, provider: &Provider<B>, id: u64);
+    fn uncharge(ledger: &Self::Ledger, provider: &Provider<Self>, id: u64);
 }
 
 /// The properties of a new provider; see [`Provider`].
-pub(crate) struct ProviderConfig<B: Send + Sync + 'static> {
+pub(crate) struct ProviderConfig<B: Counted> {
     pub(crate) id: u32,
     pub(crate) pages: PageBases,
     pub(crate) function: Function,
     /// The driver that the function is bound to.
     pub(crate) driver: DriverName,
     pub(crate) region: Arc<Region>,
-    pub(crate) ledger: Arc<dyn Ledger<B>>,
+    pub(crate) ledger: Arc<B::Ledger>,
     /// The BAR, and the offset of the first byte in it.
     pub(crate) place: (u32, u64),
     pub(crate) kernel_reserve: u64,
@@ -297,7 +299,7 @@ pub(crate) struct ProviderConfig<B: Send + Sync + 'static> {
     pub(crate) publisher: Option<Arc<RevokeCallback>>,
 }
 
-impl<B: Send + Sync + 'static> Provider<B> {
+impl<B: Counted> Provider<B> {
     /// Makes an own or registered provider of `backing`. Errors: `ENOMEM`.
     pub(crate) fn own(config: ProviderConfig<B>, backing: Backing) -> Result<Arc<Self>> {
         let size = backing.size();
@@ -570,7 +572,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
         let mut inner = self.inner.lock();
         if inner.counted {
             drop(inner);
-            self.ledger.uncharge(self, buffer);
+            B::uncharge(&self.ledger, self, buffer);
             return;
         }
         let ended = inner.end_charge(buffer);

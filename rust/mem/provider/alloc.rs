@@ -22,6 +22,7 @@ use crate::{
         },
         own::OwnMemory,
         provider::{
+            Counted,
             Provider,
             Source, //
         }, //
@@ -34,7 +35,7 @@ use kernel::{
     time::msecs_to_jiffies,
 };
 
-impl<B: Send + Sync + 'static> Provider<B> {
+impl<B: Counted> Provider<B> {
     /// How often an allocation waits in vain for memory that other tasks are clearing.
     const WAITS: u32 = 16;
 

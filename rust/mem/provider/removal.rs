@@ -12,6 +12,7 @@ use crate::{
     mem::{
         memory::MemoryList,
         provider::{
+            Counted,
             Provider,
             Source,
             STEP, //
@@ -36,7 +37,7 @@ pub(crate) enum RemovalKind {
     Lost,
 }
 
-impl<B: Send + Sync + 'static> Provider<B> {
+impl<B: Counted> Provider<B> {
     /// Starts the removal: from here on every allocation fails with `ENODEV`. Returns `None` if another task is removing the
     /// provider already.
     pub(crate) fn stop(&self) -> Option<Stopped> {
@@ -129,12 +130,12 @@ impl<B: Send + Sync + 'static> Provider<B> {
 pub(crate) struct Stopped(Source);
 
 /// Memory of a device that did not answer when its provider was removed. Nobody gets it until it is cleared.
-pub(crate) struct Lost<B: Send + Sync + 'static> {
+pub(crate) struct Lost<B: Counted> {
     provider: Arc<Provider<B>>,
     stopped: Stopped,
 }
 
-impl<B: Send + Sync + 'static> Lost<B> {
+impl<B: Counted> Lost<B> {
     pub(crate) fn new(provider: Arc<Provider<B>>, stopped: Stopped) -> Self {
         Self { provider, stopped }
     }

@@ -20,6 +20,7 @@ use crate::{
             MemoryList, //
         },
         provider::{
+            Counted,
             Provider,
             Source,
             STEP, //
@@ -33,7 +34,7 @@ use kernel::{
     workqueue::WorkItem,
 };
 
-impl<B: Send + Sync + 'static> Provider<B> {
+impl<B: Counted> Provider<B> {
     /// Takes back the memory of a buffer that ended. `buffer` is its number, if it was ever added to the books.
     pub(crate) fn give_back(self: &Arc<Self>, buffer: Option<u64>, mut memory: KBox<Memory>) {
         self.counters.frees.fetch_add(1, Relaxed);
@@ -215,7 +216,7 @@ impl<B: Send + Sync + 'static> Provider<B> {
     }
 }
 
-impl<B: Send + Sync + 'static> WorkItem for Provider<B> {
+impl<B: Counted> WorkItem for Provider<B> {
     type Pointer = Arc<Self>;
 
     /// Runs the scrubber until no memory is dirty or pinned, or the provider is being removed.
