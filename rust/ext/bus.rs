@@ -31,7 +31,8 @@ pub(crate) trait Listener: Send + Sync + 'static {
     /// A driver was bound to the device, which is locked.
     fn bound(&self, device: &pci::Device<Bound>);
     /// The driver of the function is about to be unbound. The device is locked and the driver still works; the
-    /// function's pool is closed.
+    /// function's pool is closed, and [`driver::with_bound`] does not find the device any more. Its provider must be removed before
+    /// this returns.
     fn unbinding(&self, function: &Function);
     /// A function was added or removed. The device is not locked.
     fn changed(&self);
@@ -109,6 +110,8 @@ impl<L: Listener> Notifier<L> {
                 this.listener.bound(device);
             }
             bindings::bus_notifier_event_BUS_NOTIFY_UNBIND_DRIVER => {
+                // First: a range that is added afterwards would have a pool that is never closed.
+                driver::unbinding(&function);
                 pool::close(&function);
                 this.listener.unbinding(&function);
             }

@@ -3,7 +3,7 @@
 //! The p2pmem PCI driver, to which own providers are bound by `driver_override` alone.
 //!
 //! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and makes pages or windows of ranges. The
-//! driver reports unbinding, resets and errors to [`Hooks`].
+//! driver reports resets and errors to [`Hooks`].
 //!
 //! All functions are for process context and may sleep. The list of bound devices, `DEVICES`, is locked during [`with_bound`]
 //! and nests inside the device lock. [`Hooks`] are called with the device locked and `DEVICES` not locked.
@@ -52,10 +52,6 @@ use kernel::{
 
 /// Callbacks for bound devices. All are called in process context with the device locked, and may sleep.
 pub(crate) trait Hooks: Send + Sync + 'static {
-    /// The device is being unbound; [`with_bound`] does not find the device any more.
-    ///
-    /// The provider must be removed before this returns. The driver waits for the device's uses afterwards.
-    fn unbinding(function: &Function);
     /// The device is about to be reset, so its memory's contents will be lost. It can still be written. The provider must be removed
     /// before this returns.
     ///
@@ -159,6 +155,12 @@ fn ready_if_it_answers(function: &Function, clear: impl FnOnce()) -> bool {
     }
     set_state(function.as_raw(), if answers { State::Ready } else { State::Failed });
     answers
+}
+
+/// Makes [`with_bound`] find a device no more, and waits for calls in progress: no range is added, and no use begins, from now on.
+/// The device's driver is about to be unbound.
+pub(super) fn unbinding(function: &Function) {
+    set_state(function.as_raw(), State::Unbound);
 }
 
 /// Forgets a device that is not bound, or is being unbound.
@@ -271,10 +273,11 @@ impl<H: Hooks> Driver<H> {
     ///
     /// `device` must be bound to the driver during the call.
     unsafe fn withdraw(device: *mut bindings::pci_dev) -> Function {
-        // SAFETY: The device is valid. The call only clears a flag if the device has p2pdma data.
-        unsafe { bindings::pci_p2pmem_publish(device, false) };
-        // SAFETY: The caller guarantees a bound device, which is valid and not null.
-        unsafe { Function::of_raw(ptr::NonNull::new_unchecked(device)) }
+        // SAFETY: The caller guarantees a bound device. `pci::Device` is a transparent wrapper of `struct pci_dev` in every
+        // context.
+        let device = unsafe { &*device.cast::<pci::Device<Bound>>() };
+        pool::withdraw(device);
+        Function::of(device)
     }
 
     /// `error_detected` of `struct pci_error_handlers`.
@@ -374,14 +377,9 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     }
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
-        let function = Function::of(dev);
+        // The bus has called `unbinding()`, so no use begins, and has had the provider removed.
         let mut uses = None;
-        // First: after this `with_bound` does not find the device, so no range is added, and no use begins.
-        with_entry(function.as_raw(), |entry| {
-            entry.state = State::Unbound;
-            uses = Some(entry.uses.clone());
-        });
-        H::unbinding(&function);
+        with_entry(Function::of(dev).as_raw(), |entry| uses = Some(entry.uses.clone()));
         if let Some(uses) = uses {
             uses.wait();
         }

@@ -76,7 +76,7 @@ pub(super) fn close_all() {
     }
 }
 
-/// Returns the kernel's pool of a function, or `None` if no driver published memory of the function.
+/// Returns the kernel's pool of a function, or `None` if no driver published memory of the function, or p2pmem added the memory.
 ///
 /// The pool is closed when that driver is unbound. May sleep; takes `POOLS`.
 ///
@@ -86,7 +86,7 @@ pub(crate) fn find(function: &Function) -> Result<Option<Arc<Pool>>> {
     let mut pools = POOLS.lock();
     let pools = pools.as_mut().ok_or(ENODEV)?;
     if let Some(pool) = pools.iter().find(|pool| pool.function.same(function)) {
-        return Ok(Some(pool.clone()));
+        return Ok(pool.range.is_none().then(|| pool.clone()));
     }
     if !has_published(function)? {
         return Ok(None);
@@ -100,9 +100,13 @@ pub(crate) fn find(function: &Function) -> Result<Option<Arc<Pool>>> {
 /// Returns the pool to which p2pmem added a range since the driver of the function was bound.
 pub(super) fn added(function: &Function) -> Option<Arc<Pool>> {
     initialised();
-    let pools = POOLS.lock();
-    let is_it = |pool: &&Arc<Pool>| pool.range.is_some() && pool.function.same(function);
-    pools.as_ref()?.iter().find(is_it).cloned()
+    added_in(POOLS.lock().as_ref()?, function).cloned()
+}
+
+fn added_in<'a>(pools: &'a [Arc<Pool>], function: &Function) -> Option<&'a Arc<Pool>> {
+    pools
+        .iter()
+        .find(|pool| pool.range.is_some() && pool.function.same(function))
 }
 
 /// Adds a range of a BAR to the device's pool, with a `struct page` for each page, and returns the pool. Takes `POOLS`.
@@ -113,17 +117,21 @@ pub(super) fn added(function: &Function) -> Option<Arc<Pool>> {
 /// Errors: `EINVAL` if the range is not within a memory BAR or not whole pages; `EBUSY` if another range was added; `ENODEV` if
 /// pools are not allowed; `ENOMEM`; those of the C function.
 pub(super) fn add_range(device: &pci::Device<Bound>, range: BarRange) -> Result<Arc<Pool>> {
+    initialised();
     let function = Function::of(device);
     within(function.bar(range.bar), range.offset, range.size)?;
-    match added(&function) {
-        Some(pool) if pool.range == Some(range) => return Ok(pool),
-        Some(_) => return Err(EBUSY),
-        None => {}
-    }
     let (bar, size) = (i32::try_from(range.bar)?, usize::try_from(range.size)?);
     // The list gets the pool first: afterwards there may be no memory for an entry, and pages cannot be taken back.
     let pool = Pool::new(&function, Some(range), false)?;
-    POOLS.lock().as_mut().ok_or(ENODEV)?.push(pool.clone(), GFP_KERNEL)?;
+    {
+        let mut pools = POOLS.lock();
+        let pools = pools.as_mut().ok_or(ENODEV)?;
+        match added_in(pools, &function) {
+            Some(known) if known.range == Some(range) => return Ok(known.clone()),
+            Some(_) => return Err(EBUSY),
+            None => pools.push(pool.clone(), GFP_KERNEL)?,
+        }
+    }
     // `POOLS` is not locked: every change of a driver on the bus waits for it, and making pages takes long.
     // SAFETY: The device is bound, so the driver core releases the pages when the driver is unbound. `within()` has checked that
     // the BAR contains the range.
@@ -131,7 +139,8 @@ pub(super) fn add_range(device: &pci::Device<Bound>, range: BarRange) -> Result<
     let mut pools = POOLS.lock();
     let pools = pools.as_mut().ok_or(ENODEV)?;
     match made {
-        // INVARIANT: The function has a pool now, which is in the list. The device is bound, so `close()` comes later.
+        // INVARIANT: The function has a pool now, which is in the list. `close()` comes later: the caller holds `DEVICES`, for
+        // which the notifier waits first, or is the device's driver.
         Ok(()) => *pool.open.lock() = true,
         Err(_) => pools.retain(|other| !Arc::ptr_eq(other, &pool)),
     }

@@ -12,7 +12,6 @@ use crate::{
         PAGE, //
     },
     ext::{
-        driver,
         pci::{
             driver_name,
             Function, //
@@ -27,13 +26,13 @@ use crate::{
 use kernel::{device::Bound, pci, prelude::*};
 
 impl Orchestrator {
-    /// Makes a provider of `device` if its driver published memory. Does nothing if the function is a provider already, has no
-    /// published memory, or is bound to the p2pmem driver. The device is locked, so its driver is not unbound meanwhile.
+    /// Makes a provider of `device` if its driver published memory. Does nothing if the function is a provider already, or has no
+    /// published memory but what p2pmem added. The device is locked, so its driver is not unbound meanwhile.
     ///
     /// Errors: `EBUSY` if the system is about to sleep, `ENOMEM`.
     pub(crate) fn adopt(&self, device: &pci::Device<Bound>) -> Result {
         let function = &Function::of(device);
-        if self.find(function).is_some() || driver::with_bound(function.address(), |_| ()).is_some() {
+        if self.find(function).is_some() {
             return Ok(());
         }
         let Some(pool) = pool::find(function)? else {

@@ -22,10 +22,7 @@ use crate::{
         },
         refusal::Answer, //
     },
-    mem::provider::{
-        removal::RemovalKind,
-        ProviderKind, //
-    }, //
+    mem::provider::removal::RemovalKind, //
 };
 use kernel::{device::Bound, pci, prelude::*, sync::Arc};
 
@@ -38,10 +35,8 @@ impl bus::Listener for BusEvents {
     }
 
     fn unbinding(&self, function: &Function) {
-        // An own provider is removed by [`DriverEvents`], whose callback follows.
-        if self.0.find(function).is_some_and(|p| p.kind != ProviderKind::Own) {
-            self.0.remove(function, RemovalKind::Unbind);
-        }
+        self.0.remove(function, RemovalKind::Unbind);
+        self.0.release_lost(function, false);
     }
 
     fn changed(&self) {
@@ -93,13 +88,6 @@ impl Registrar for DriverMemory {
 pub(crate) struct DriverEvents;
 
 impl driver::Hooks for DriverEvents {
-    fn unbinding(function: &Function) {
-        if let Ok(orchestrator) = Orchestrator::get() {
-            orchestrator.remove(function, RemovalKind::Unbind);
-            orchestrator.release_lost(function, false);
-        }
-    }
-
     fn losing(function: &Function, why: &CStr) {
         if let Ok(orchestrator) = Orchestrator::get() {
             orchestrator.remove_before_reset(function, why);
