@@ -19,6 +19,7 @@ use core::mem::size_of;
 use kernel::{
     prelude::*,
     transmute::{AsBytes, FromBytes},
+    types::ScopeGuard,
     uaccess::{UserPtr, UserSlice, UserSliceReader, UserSliceWriter},
 };
 
@@ -31,6 +32,12 @@ pub(super) trait Undo {
 
 impl Undo for () {
     fn keep(self) {}
+}
+
+impl<T, F: FnOnce(T)> Undo for ScopeGuard<T, F> {
+    fn keep(self) {
+        self.dismiss();
+    }
 }
 
 impl<U: Undo> Undo for KVec<U> {

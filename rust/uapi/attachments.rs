@@ -41,6 +41,7 @@ use kernel::{
     prelude::*,
     rbtree::{RBTree, RBTreeNodeReservation},
     sync::{Arc, Mutex},
+    types::ScopeGuard,
 };
 
 impl Watcher for Events {
@@ -75,13 +76,13 @@ impl Attachments {
         }
     }
 
-    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle.
+    /// Attaches the function of a provider to a dma-buf, and gives the attachment a handle. Dropping the result closes the handle.
     pub(super) fn attach<'a>(
         &'a self,
         handles: &'a Mutex<Handles>,
         events: &Arc<Events>,
         arg: &mut abi::Attach,
-    ) -> Answer<NewAttachment<'a>> {
+    ) -> Answer<impl Undo + 'a> {
         no_flags(arg.flags, consts::ATTACH_QUIESCED)?;
         no_reserved(arg.reserved)?;
         // Checks the array before anything is done.
@@ -95,11 +96,10 @@ impl Attachments {
         let attached = Attachment::new(&provider, arg.fd, handle, quiesced, events.clone());
         let attachment = attached.inspect_err(|_| handles.lock().cancel())?;
         self.by_handle.lock().insert(node.into_node(handle, attachment.clone()));
-        let new = NewAttachment {
-            attachments: self,
-            handles,
-            handle,
-        };
+        let new = ScopeGuard::new(move || {
+            // An error means that another thread has closed the handle.
+            let _ = self.detach(handles, handle);
+        });
         // The function does not use the addresses if this fails, as the caller does not learn the handle.
         write_ranges(&attachment, (arg.ranges, &mut arg.nr_ranges, arg.range_size))?;
         arg.handle = handle;
@@ -128,26 +128,6 @@ impl Attachments {
         arg.size = attachment.size;
         (arg.state, arg.info) = attachment.status();
         Ok(())
-    }
-}
-
-/// An attachment whose handle the caller of the ioctl does not have yet. Dropping it closes the handle.
-pub(super) struct NewAttachment<'a> {
-    attachments: &'a Attachments,
-    handles: &'a Mutex<Handles>,
-    handle: u32,
-}
-
-impl Undo for NewAttachment<'_> {
-    fn keep(self) {
-        core::mem::forget(self);
-    }
-}
-
-impl Drop for NewAttachment<'_> {
-    fn drop(&mut self) {
-        // An error means that another thread has closed the handle.
-        let _ = self.attachments.detach(self.handles, self.handle);
     }
 }
 

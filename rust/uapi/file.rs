@@ -36,7 +36,6 @@ use crate::{
     },
     share::export_count::ExportCount,
     uapi::{
-        argument::Undo,
         attachments::Attachments,
         events::Events,
         handles::{
@@ -49,6 +48,7 @@ use kernel::{
     new_mutex,
     prelude::*,
     sync::{Arc, Mutex},
+    types::ScopeGuard,
 };
 
 /// What `P2PMEM_EXPLAIN_LAST` explains.
@@ -115,18 +115,19 @@ impl File {
 
     // Handles
 
-    /// Gives a buffer a new handle. Errors: `ENOMEM`, `EMFILE` (the file's limit).
-    pub(super) fn insert(&self, holder: Holder) -> Answer<NewHandle<'_>> {
+    /// Gives a buffer a new handle, and returns its number. Dropping the result closes the handle. Errors: `ENOMEM`, `EMFILE` (the
+    /// file's limit).
+    pub(super) fn insert(&self, holder: Holder) -> Answer<ScopeGuard<u32, impl FnOnce(u32) + '_>> {
         // Allocates before it takes the lock.
         let slot = Slot::new()?;
         let mut handles = self.handles.lock();
         match handles.number() {
             Ok(handle) => {
                 handles.insert(handle, holder, slot);
-                Ok(NewHandle {
-                    file: self,
-                    number: handle,
-                })
+                Ok(ScopeGuard::new_with_data(handle, |handle| {
+                    // An error means that another thread has closed the handle.
+                    let _ = self.free_handle(handle);
+                }))
             }
             Err(refusal) => {
                 // Dropping the holder may end the buffer, which takes other locks.
@@ -256,25 +257,6 @@ impl File {
     pub(super) fn replace_rules(&self, new: Option<Arc<RuleSet>>) {
         let old = core::mem::replace(&mut *self.rules.lock(), new);
         drop(old);
-    }
-}
-
-/// A new handle of a buffer, whose number the caller of the ioctl does not have yet. Dropping it closes the handle.
-pub(super) struct NewHandle<'a> {
-    file: &'a File,
-    pub(super) number: u32,
-}
-
-impl Undo for NewHandle<'_> {
-    fn keep(self) {
-        core::mem::forget(self);
-    }
-}
-
-impl Drop for NewHandle<'_> {
-    fn drop(&mut self) {
-        // An error means that another thread has closed the handle.
-        let _ = self.file.free_handle(self.number);
     }
 }
 

@@ -39,10 +39,7 @@ use crate::{
             Undo, //
         },
         attachments::Attachments,
-        file::{
-            File,
-            NewHandle, //
-        },
+        file::File,
         file_rules,
         request::{
             self,
@@ -242,7 +239,7 @@ impl File {
     }
 
     /// Allocates a buffer and gives it a handle.
-    fn alloc(&self, alloc: &mut abi::Alloc) -> Answer<NewHandle<'_>> {
+    fn alloc(&self, alloc: &mut abi::Alloc) -> Answer<impl Undo + '_> {
         no_reserved(alloc.reserved)?;
         let request = self.request(&alloc.req)?;
         if request.strategy == consts::STRATEGY_STRIPE {
@@ -258,12 +255,12 @@ impl File {
         alloc.bar_offset = holder.bar_offset;
         alloc.class = class;
         let new = self.insert(holder)?;
-        alloc.handle = new.number;
+        alloc.handle = *new;
         Ok(new)
     }
 
     /// Allocates a stripe and gives its parts handles.
-    fn stripe(&self, arg: &mut abi::Stripe) -> Answer<KVec<NewHandle<'_>>> {
+    fn stripe(&self, arg: &mut abi::Stripe) -> Answer<KVec<impl Undo + '_>> {
         no_flags(arg.flags, 0)?;
         no_reserved(arg.reserved)?;
         let request = self.request(&arg.req)?;
@@ -299,10 +296,7 @@ impl File {
                 };
                 offset += holder.size;
                 let new = self.insert(holder)?;
-                out.write(&abi::Part {
-                    handle: new.number,
-                    ..part
-                })?;
+                out.write(&abi::Part { handle: *new, ..part })?;
                 handles.push(new, GFP_KERNEL_ACCOUNT)?;
             }
             Ok(handles)
@@ -313,7 +307,7 @@ impl File {
     }
 
     /// Gives the buffer of a dma-buf, which has to span the whole buffer, a handle of this file.
-    fn import(&self, arg: &mut abi::Import) -> Answer<NewHandle<'_>> {
+    fn import(&self, arg: &mut abi::Import) -> Answer<impl Undo + '_> {
         no_flags(arg.flags, 0)?;
         let holder = Export::import(arg.fd, self.id)?;
         arg.provider = holder.provider.id;
@@ -321,7 +315,7 @@ impl File {
         arg.mmap_offset = holder.page_offset << PAGE_SHIFT;
         arg.bar_offset = holder.bar_offset;
         let new = self.insert(holder)?;
-        arg.handle = new.number;
+        arg.handle = *new;
         Ok(new)
     }
 
