@@ -106,15 +106,15 @@ impl Orchestrator {
         if let Some(why) = device.unready() {
             return Err(refuse!(EBUSY, "{} {}", addr, why));
         }
-        let (bar, len) = match wanted.bar {
+        let (bar, start, len) = match wanted.bar {
             Some(bar) => match function.bar(bar) {
-                Some((_, len)) => (bar, len),
+                Some((start, len)) => (bar, start, len),
                 None => return Err(refuse!(EINVAL, "{} has no memory BAR {}", addr, bar)),
             },
             None => (0..6)
                 .filter(|&bar| function.is_64bit(bar) && function.prefetchable(bar))
-                .filter_map(|bar| Some((bar, function.bar(bar)?.1)))
-                .max_by_key(|&(bar, len)| (len, core::cmp::Reverse(bar)))
+                .filter_map(|bar| function.bar(bar).map(|(start, len)| (bar, start, len)))
+                .max_by_key(|&(bar, _, len)| (len, core::cmp::Reverse(bar)))
                 .ok_or_else(|| {
                     refuse!(
                         EINVAL,
@@ -147,9 +147,8 @@ impl Orchestrator {
                 len
             ));
         }
-        let at = function.bar(bar).map_or(0, |(start, _)| start) + wanted.offset;
         let reserve = match wanted.pages {
-            true => self.reserve_of(wanted, &function, at, size)?,
+            true => self.reserve_of(wanted, &function, start + wanted.offset, size)?,
             false if wanted.kernel_reserve.is_some_and(|reserve| reserve > 0) => {
                 return Err(refuse!(
                     EINVAL,
@@ -170,7 +169,7 @@ impl Orchestrator {
             size,
         };
         let backing = match wanted.pages {
-            true => take(&device, range, at, reserve, addr),
+            true => take(&device, range, reserve, addr),
             false => device
                 .window(range, self.space(), pages.of(bar, wanted.offset))
                 .map_err(|e| match e {
@@ -245,11 +244,10 @@ impl Orchestrator {
     }
 }
 
-/// Gives a range struct pages, publishes it to other drivers, and takes all but `reserve` bytes from the pool. `at` is the address
-/// of the range.
+/// Gives a range struct pages, publishes it to other drivers, and takes all but `reserve` bytes from the pool.
 ///
 /// Errors: `EBUSY` (another range has pages, or another driver took memory of the pool meanwhile), `ENOMEM`.
-fn take(device: &driver::Published<'_>, range: BarRange, at: u64, reserve: u64, addr: PciAddr) -> Answer<Backing> {
+fn take(device: &driver::Published<'_>, range: BarRange, reserve: u64, addr: PciAddr) -> Answer<Backing> {
     let pool = device.add_range(range).map_err(|e| match e {
         e if e == EBUSY => refuse!(
             e,
@@ -265,7 +263,7 @@ fn take(device: &driver::Published<'_>, range: BarRange, at: u64, reserve: u64, 
             addr
         )
     })?;
-    if chunk.phys() != at {
+    if chunk.place() != (range.bar, range.offset) {
         return Err(refuse!(EBUSY, "other drivers use the first bytes of {}'s pool", addr));
     }
     Ok(chunk)
