@@ -144,7 +144,7 @@ enum p2pmem_provider_state {
  * @kind: &enum p2pmem_kind
  * @addr: the PCI function that has the memory
  * @state: &enum p2pmem_provider_state
- * @bar: the BAR, or -1 if the device's own driver published memory in an unknown BAR
+ * @bar: the BAR
  * @numa_node: NUMA node of the function, or -1
  * @buffers: number of live buffers
  * @bar_offset: first published byte in the BAR
@@ -339,7 +339,7 @@ struct p2pmem_request {
  * @provider: out: id of the provider
  * @size: out: size in bytes, @req.size rounded up to pages
  * @mmap_offset: out: offset at which mmap() on this file maps the buffer
- * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
+ * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR
  * @class: out: class of the path to the farthest client; 0 without clients
  * @reserved: must be zero
  *
@@ -392,7 +392,7 @@ enum p2pmem_buffer_state {
  * @provider: id of the provider
  * @size: size in bytes
  * @mmap_offset: offset at which mmap() on this file maps the buffer
- * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
+ * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR
  * @bus_addr: address of the buffer on the provider's PCI bus; 0 for callers without CAP_SYS_ADMIN
  * @state: &enum p2pmem_buffer_state
  * @mappings: number of user mappings (VMAs)
@@ -458,8 +458,7 @@ struct p2pmem_range {
  * another), -E2BIG (more than %P2PMEM_MAX_RANGES ranges), -ENOENT (no such handle on this file, or no mapping of a
  * buffer at an address), -EXDEV (mappings of two buffers), -EACCES (a mapping that cannot be made writable), -ENODEV
  * (the buffer was revoked), -EPERM (%P2PMEM_EXPORT_PINNED without the administrator's permission: configfs attribute
- * pinned_exports), -EOPNOTSUPP (memory of another driver in an unknown BAR), -EMFILE (no descriptor is left, or this
- * file has 65,536 dma-bufs that are not released), -ENOMEM.
+ * pinned_exports), -EMFILE (no descriptor is left, or this file has 65,536 dma-bufs that are not released), -ENOMEM.
  */
 struct p2pmem_export {
 	__u64 ranges;
@@ -479,7 +478,7 @@ struct p2pmem_export {
  * @provider: out: id of the provider
  * @size: out: size in bytes
  * @mmap_offset: out: offset at which mmap() on this file maps the buffer
- * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
+ * @bar_offset: out: first byte in the provider's BAR; all ones if it is in another BAR
  *
  * To share a buffer with another process, export the whole buffer and pass the descriptor on (SCM_RIGHTS); the
  * receiver imports it. The new handle holds the buffer like any other: the memory becomes free when the last handle,
@@ -637,7 +636,7 @@ struct p2pmem_attachment {
  * @offset: first byte in the stripe
  * @size: size in bytes
  * @mmap_offset: offset at which mmap() on this file maps the buffer
- * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR, or the BAR is not known
+ * @bar_offset: first byte in the provider's BAR; all ones if it is in another BAR
  * @class: class of the path to the farthest client; 0 without clients
  * @reserved: zero
  */
