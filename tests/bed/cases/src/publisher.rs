@@ -18,6 +18,7 @@ use super::dmabuf::{GOOD, Importer, exported_buffer};
 use super::dmabuf_end::Log;
 use super::inflight::until;
 use super::life::{Part, ended_within};
+use super::reset::sleep_for_a_moment;
 use super::{Bed, Case, alloc, buffer, command, errno, expect, open, read, write};
 use crate::sys::{self, Mapping};
 
@@ -243,6 +244,12 @@ fn publisher(bed: &mut Bed) -> Result<()> {
         expect("another range", publisher.publish("-1 0 2097152 0 paged"), libc::EBUSY)?;
         expect("without pages", publisher.publish("-1 0 0 0 pageless"), libc::EBUSY)?;
     }
+    // The driver's pool is still published, with its reserve. p2pmem looks for memory to adopt after the machine's sleep.
+    sleep_for_a_moment()?;
+    ensure!(
+        bed.provider("accel0").is_err(),
+        "memory was adopted that its driver had registered and taken back"
+    );
     // The driver is unbound with its memory in use: it is notified before its own remove() is called.
     publisher.publish("-1 0 0 0 paged").map_err(errno)?;
     let used = Used::new(bed)?;

@@ -345,7 +345,7 @@ fn port_error(bed: &mut Bed) -> Result<()> {
 }
 
 /// Puts the machine to sleep for as long as freezing all programs takes. Returns the kernel's error, if any.
-fn sleep_for_a_moment() -> std::io::Result<()> {
+pub(super) fn sleep_for_a_moment() -> std::io::Result<()> {
     let power = Path::new("/sys/power");
     std::fs::write("/sys/module/suspend/parameters/pm_test_delay", "0")?;
     std::fs::write(power.join("pm_test"), "freezer")?;
