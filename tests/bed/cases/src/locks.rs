@@ -30,8 +30,11 @@ type Taken = (String, String);
 fn parse(line: &str) -> Option<Taken> {
     let (_, event) = line.split_once(" lock_acquire: ")?;
     let (address, name) = event.split_once(' ')?;
-    // The names of locks in Rust are places in its files.
-    let name = name.split_whitespace().find(|word| word.contains(".rs:"))?;
+    // The names of locks in Rust are places in its files, those of static locks the names of the statics.
+    let is_static = |word: &str| word.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_');
+    let name = name
+        .split_whitespace()
+        .find(|word| word.contains(".rs:") || is_static(word))?;
     Some((address.to_owned(), name.to_owned()))
 }
 
@@ -76,4 +79,22 @@ fn global(bed: &mut Bed) -> Result<()> {
         shared.len()
     );
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_of_the_module_are_parsed() {
+        let line = |name: &str| format!("  cases-88  [001] d..1.  2.25: lock_acquire: 00000000c0ffee00 {name}");
+        let taken = |name: &str| Some(("00000000c0ffee00".to_owned(), name.to_owned()));
+        assert_eq!(parse(&line("rust/rules.rs:280")), taken("rust/rules.rs:280"));
+        assert_eq!(parse(&line("try rust/mem.rs:90")), taken("rust/mem.rs:90"));
+        assert_eq!(parse(&line("POOLS")), taken("POOLS"));
+        // Locks of the kernel, and another event.
+        assert_eq!(parse(&line("read rcu_read_lock")), None);
+        assert_eq!(parse(&line("&mm->mmap_lock")), None);
+        assert_eq!(parse(&line("POOLS").replace("acquire", "release")), None);
+    }
 }
