@@ -155,8 +155,7 @@ impl Export {
     /// Makes a dma-buf of ranges of a buffer. `pinned` also admits importers that cannot be revoked.
     ///
     /// Errors: those of `P2PMEM_IOC_EXPORT_DMABUF` that concern the buffer and the ranges, among them `EPERM` if the
-    /// administrator does not allow pinned exports, `EOPNOTSUPP` if the memory cannot be exported, `ENODEV` if the buffer
-    /// is revoked.
+    /// administrator does not allow pinned exports, `ENODEV` if the buffer is revoked.
     pub(crate) fn new(
         buffer: Arc<Buffer>,
         ranges: KVec<Range>,
