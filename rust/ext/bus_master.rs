@@ -61,6 +61,11 @@ impl BusMaster {
         )
     }
 
+    /// Returns the device's function.
+    pub(super) fn function(&self) -> &Function {
+        &self.function
+    }
+
     /// The device was bound.
     pub(super) fn bound(&self) {
         self.inner.lock().is_bound = true;

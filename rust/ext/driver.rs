@@ -5,8 +5,9 @@
 //! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and makes pages or windows of ranges. The
 //! driver reports resets and errors to [`Hooks`].
 //!
-//! All functions are for process context and may sleep. The list of bound devices, `DEVICES`, is locked during [`with_bound`]
-//! and nests inside the device lock. [`Hooks`] are called with the device locked and `DEVICES` not locked.
+//! All functions are for process context and may sleep. A device's `Entry::inner` is locked during [`with_bound`] and nests inside
+//! the device lock. The list of devices, `DEVICES`, is a leaf. [`Hooks`] are called with the device locked, and neither of the
+//! other two.
 //!
 //! C header: [`include/linux/pci.h`](srctree/include/linux/pci.h)
 
@@ -44,10 +45,10 @@ use kernel::{
     bindings,
     device::{Bound, Core},
     error::to_result,
-    ffi, pci,
+    ffi, new_mutex, pci,
     prelude::*,
     str::CStrExt,
-    sync::Arc,
+    sync::{Arc, Mutex},
 };
 
 /// Callbacks for bound devices. All are called in process context with the device locked, and may sleep.
@@ -88,24 +89,37 @@ enum State {
 ///
 /// # Invariants
 ///
-/// While the entry is in [`DEVICES`] and `state` is not [`State::Unbound`], `device` is bound to the driver. The BARs in the bit
-/// mask `claimed` were claimed since. Unbinding waits for `uses`, which counts windows of the device and its uses for DMA.
+/// While the state in `inner` is not [`State::Unbound`], the device of `master` is bound to the driver. Unbinding waits for `uses`,
+/// which counts windows of the device and its uses for DMA.
+#[pin_data]
 struct Entry {
-    device: *mut bindings::pci_dev,
-    state: State,
-    claimed: u32,
     uses: Arc<Uses>,
     /// Refers to the device, so that no other one has its address.
     master: Arc<BusMaster>,
+    #[pin]
+    inner: Mutex<Inner>,
 }
 
-// SAFETY: A `struct pci_dev` is not bound to a thread, and the pointer is only dereferenced while the device is bound.
-unsafe impl Send for Entry {}
+/// What [`Entry::inner`] protects.
+///
+/// # Invariants
+///
+/// The BARs in the bit mask `claimed` were claimed since the device was bound.
+struct Inner {
+    state: State,
+    claimed: u32,
+}
+
+impl Entry {
+    fn is_of(&self, device: *mut bindings::pci_dev) -> bool {
+        ptr::eq(self.master.function().as_raw(), device)
+    }
+}
 
 kernel::sync::global_lock! {
     // SAFETY: `init_lock()` initialises the lock; every function that uses the lock calls `initialised()` first, which
     // panics before that.
-    unsafe(uninit) static DEVICES: Mutex<KVec<Entry>> = KVec::new();
+    unsafe(uninit) static DEVICES: Mutex<KVec<Arc<Entry>>> = KVec::new();
 }
 
 /// Initialises `DEVICES`.
@@ -119,17 +133,17 @@ pub(super) unsafe fn init_lock() {
     unsafe { DEVICES.init() };
 }
 
-/// Calls `f` with the entry of a device, if there is one. Waits for [`with_bound`] in progress.
-fn with_entry(device: *mut bindings::pci_dev, f: impl FnOnce(&mut Entry)) {
+/// Returns the entry of a device, if there is one.
+fn entry_of(device: *mut bindings::pci_dev) -> Option<Arc<Entry>> {
     initialised();
-    if let Some(entry) = DEVICES.lock().iter_mut().find(|entry| ptr::eq(entry.device, device)) {
-        f(entry);
-    }
+    DEVICES.lock().iter().find(|entry| entry.is_of(device)).cloned()
 }
 
-/// Sets what a bound device is ready for.
+/// Sets what a bound device is ready for. Waits for [`with_bound`] in progress.
 fn set_state(device: *mut bindings::pci_dev, state: State) {
-    with_entry(device, |entry| entry.state = state);
+    if let Some(entry) = entry_of(device) {
+        entry.inner.lock().state = state;
+    }
 }
 
 /// Lets the memory of a device that works again after an error be published again, now that the removal of its provider has ended.
@@ -137,12 +151,9 @@ fn set_state(device: *mut bindings::pci_dev, state: State) {
 /// locked.
 pub(crate) fn recover(function: &Function, clear: impl FnOnce()) {
     function.while_bound(|_| {
-        let mut waits = false;
-        with_entry(function.as_raw(), |entry| waits = entry.state == State::Answering);
-        if !waits {
-            return;
+        if entry_of(function.as_raw()).is_some_and(|entry| entry.inner.lock().state == State::Answering) {
+            ready_if_it_answers(function, clear);
         }
-        ready_if_it_answers(function, clear);
     });
 }
 
@@ -166,7 +177,7 @@ pub(super) fn unbinding(function: &Function) {
 /// Forgets a device that is not bound, or is being unbound.
 fn forget_device(device: *mut bindings::pci_dev) {
     initialised();
-    global::drop_from(&mut DEVICES.lock(), |entry| ptr::eq(entry.device, device));
+    global::drop_from(&mut DEVICES.lock(), |entry| entry.is_of(device));
 }
 
 /// Forgets a function that was removed from the machine.
@@ -194,13 +205,11 @@ unsafe impl Sync for Data {}
 
 impl Drop for Data {
     fn drop(&mut self) {
-        let mut stays = false;
-        with_entry(self.0, |entry| {
-            entry.state = State::Unbound;
-            stays = entry.master.unbound();
-        });
-        if !stays {
-            forget_device(self.0);
+        if let Some(entry) = entry_of(self.0) {
+            entry.inner.lock().state = State::Unbound;
+            if !entry.master.unbound() {
+                forget_device(self.0);
+            }
         }
         // SAFETY: The device was enabled, and the driver data does not outlive its binding.
         unsafe { bindings::pci_disable_device(self.0) };
@@ -317,7 +326,9 @@ impl<H: Hooks> Driver<H> {
         // SAFETY: The caller guarantees a bound device, whose configuration `probe` saved.
         unsafe { bindings::pci_restore_state(device) };
         // The PCI core calls only after it has reset the link.
-        with_entry(device, |entry| entry.master.was_reset());
+        if let Some(entry) = entry_of(device) {
+            entry.master.was_reset();
+        }
         // Another device below the port may have requested the reset after an error that left this device's memory intact.
         // SAFETY: The caller guarantees a bound device.
         let function = unsafe { Self::withdraw(device) };
@@ -351,26 +362,29 @@ impl<H: Hooks> pci::Driver for Driver<H> {
             // read by a holder of the lock of a bound device, or of a device whose probe has returned, and every write has this
             // value. The handlers are a static, which lives longer than the driver's registration.
             unsafe { (&raw mut (*(*device).driver).err_handler).write_volatile(Self::ERROR_HANDLERS) };
-            let uses = Uses::new()?;
-            let mut devices = DEVICES.lock();
-            let known = devices.iter().position(|entry| ptr::eq(entry.device, device));
-            let master = match known {
-                Some(at) => devices[at].master.clone(),
+            let master = match entry_of(device) {
+                Some(former) => former.master.clone(),
                 None => BusMaster::new(Function::of(dev))?,
             };
+            let uses = Uses::new()?;
             // INVARIANT: The device is being bound. Nothing was claimed, and no use exists.
-            let entry = Entry {
-                device,
-                state: State::Ready,
-                claimed: 0,
-                uses,
-                master: master.clone(),
-            };
-            match known {
-                Some(at) => devices[at] = entry,
-                None => devices.push(entry, GFP_KERNEL)?,
+            let entry = Arc::pin_init(
+                pin_init!(Entry {
+                    uses,
+                    master,
+                    inner <- new_mutex!(Inner {
+                        state: State::Ready,
+                        claimed: 0,
+                    }),
+                }),
+                GFP_KERNEL,
+            )?;
+            let mut devices = DEVICES.lock();
+            match devices.iter_mut().find(|former| former.is_of(device)) {
+                Some(former) => *former = entry.clone(),
+                None => devices.push(entry.clone(), GFP_KERNEL)?,
             }
-            master.bound();
+            entry.master.bound();
             Ok(data)
         };
         add()
@@ -378,10 +392,8 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
         // The bus has called `unbinding()`, so no use begins, and has had the provider removed.
-        let mut uses = None;
-        with_entry(Function::of(dev).as_raw(), |entry| uses = Some(entry.uses.clone()));
-        if let Some(uses) = uses {
-            uses.wait();
+        if let Some(entry) = entry_of(Function::of(dev).as_raw()) {
+            entry.uses.wait();
         }
     }
 }
@@ -391,12 +403,12 @@ impl<H: Hooks> pci::Driver for Driver<H> {
 ///
 /// # Invariants
 ///
-/// The unbinding of the device waits for `uses`. `entry`, if any, is that of the device.
+/// The unbinding of the device waits for `uses`. `own`, if any, is the device's.
 pub(crate) struct Published<'a> {
     device: &'a pci::Device<Bound>,
     uses: &'a Arc<Uses>,
     /// `None` for a device of another driver.
-    entry: Option<&'a mut Entry>,
+    own: Option<(&'a Arc<BusMaster>, &'a mut Inner)>,
 }
 
 impl<'a> Published<'a> {
@@ -410,7 +422,7 @@ impl<'a> Published<'a> {
         Self {
             device,
             uses,
-            entry: None,
+            own: None,
         }
     }
 
@@ -421,7 +433,7 @@ impl<'a> Published<'a> {
 
     /// Returns why the memory cannot be published now, as a clause about the device; `None` if it can be.
     pub(crate) fn unready(&self) -> Option<&'static str> {
-        match self.entry.as_ref()?.state {
+        match self.own.as_ref()?.1.state {
             State::Ready => None,
             State::Resetting | State::Answering => Some("is being reset"),
             State::Failed | State::Unbound => Some("has failed, and no reset has made its memory answer"),
@@ -433,11 +445,11 @@ impl<'a> Published<'a> {
     /// Errors: `EINVAL` if there is no such BAR; `EBUSY` if part of it is claimed already (the kernel logs which part);
     /// `ENOMEM`.
     pub(crate) fn claim(&mut self, bar: u32) -> Result {
-        let Some(entry) = self.entry.as_deref_mut() else {
+        let Some((_, inner)) = &mut self.own else {
             return Ok(());
         };
         let bit = 1_u32.checked_shl(bar).ok_or(EINVAL)?;
-        if entry.claimed & bit != 0 {
+        if inner.claimed & bit != 0 {
             return Ok(());
         }
         let device = Function::of(self.device).as_raw();
@@ -445,16 +457,16 @@ impl<'a> Published<'a> {
         // The name is a static of this module, whose driver is unregistered before the module goes.
         to_result(unsafe { bindings::pcim_request_region(device, bar as ffi::c_int, c"p2pmem".as_char_ptr()) })?;
         // INVARIANT: The BAR was claimed above.
-        entry.claimed |= bit;
+        inner.claimed |= bit;
         Ok(())
     }
 
     /// Returns a use of the device for DMA, for which the device stays bound. `None` for a device of another driver.
     pub(crate) fn dma_use(&self) -> Option<DmaUse> {
-        self.entry
+        self.own
             .as_ref()
             // SAFETY: The device is bound during this call, and by the type invariant its unbinding waits for `uses`.
-            .map(|entry| unsafe { DmaUse::new(&entry.master, self.uses) })
+            .map(|(master, _)| unsafe { DmaUse::new(master, self.uses) })
     }
 
     /// Adds a range of a BAR to the device's pool, with a `struct page` for each page, and publishes the pool to other drivers in the
@@ -482,22 +494,23 @@ impl<'a> Published<'a> {
 
 /// Calls `f` with the device at `addr`, or returns `None` if no device of this driver is there.
 ///
-/// The device stays bound during the call: `DEVICES` is locked, so `f` must not call this function or wait for an unbinding.
+/// The device stays bound during the call: its entry is locked, so `f` must not call this function or wait for an unbinding.
 /// May sleep.
 pub(crate) fn with_bound<R>(addr: PciAddr, f: impl FnOnce(Published<'_>) -> R) -> Option<R> {
-    initialised();
-    let mut devices = DEVICES.lock();
     let function = Function::find(addr)?;
-    let is_bound = |entry: &Entry| entry.state != State::Unbound && ptr::eq(entry.device, function.as_raw());
-    let entry = devices.iter_mut().find(|entry| is_bound(entry))?;
-    // SAFETY: By the type invariant of `Entry` the device is bound while its entry is in the list and not Unbound. `unbind` sets
-    // the state before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct
-    // pci_dev` in every context.
-    let device = unsafe { &*entry.device.cast::<pci::Device<Bound>>() };
+    let entry = entry_of(function.as_raw())?;
+    let mut inner = entry.inner.lock();
+    if inner.state == State::Unbound {
+        return None;
+    }
+    // SAFETY: By the type invariant of `Entry` the device is bound while the state is not Unbound. `unbinding()` sets the state
+    // before the device is unbound, and waits for the lock. `pci::Device` is a transparent wrapper of `struct pci_dev` in every
+    // context.
+    let device = unsafe { &*function.as_raw().cast::<pci::Device<Bound>>() };
     // INVARIANT: `unbind` waits for the entry's uses.
     Some(f(Published {
         device,
-        uses: &entry.uses.clone(),
-        entry: Some(entry),
+        uses: &entry.uses,
+        own: Some((&entry.master, &mut inner)),
     }))
 }

@@ -2,8 +2,9 @@
 
 //! The kernel's pools of BAR memory: those of functions whose drivers published memory, and those of ranges that p2pmem added.
 //!
-//! Context: process context, may sleep. `POOLS` nests inside the device lock and `DEVICES`, and a pool's own lock, `Pool::open`,
-//! inside `POOLS`. No other lock of p2pmem is taken under them.
+//! Context: process context, may sleep. `POOLS` nests inside the device lock and the lock of a bound device
+//! ([`with_bound`](super::driver::with_bound)), and a pool's own lock, `Pool::open`, inside `POOLS`. No other lock of p2pmem is
+//! taken under them.
 //!
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 
@@ -139,8 +140,8 @@ pub(super) fn add_range(device: &pci::Device<Bound>, range: BarRange) -> Result<
     let mut pools = POOLS.lock();
     let pools = pools.as_mut().ok_or(ENODEV)?;
     match made {
-        // INVARIANT: The function has a pool now, which is in the list. `close()` comes later: the caller holds `DEVICES`, for
-        // which the notifier waits first, or is the device's driver.
+        // INVARIANT: The function has a pool now, which is in the list. `close()` comes later: the caller holds the
+        // bound device's lock, for which the notifier waits first, or is the device's driver.
         Ok(()) => *pool.open.lock() = true,
         Err(_) => pools.retain(|other| !Arc::ptr_eq(other, &pool)),
     }

@@ -5,7 +5,7 @@
 //! C header: [`include/linux/pci-p2pdma.h`](srctree/include/linux/pci-p2pdma.h)
 //!
 //! Context: process context, may sleep, called from configfs or from `p2pmem_register_provider()`. `driver::with_bound`
-//! holds `DEVICES`, which keeps the device bound meanwhile; the registry is taken inside.
+//! holds the device's lock in the driver, which keeps the device bound meanwhile; the registry is taken inside.
 
 use crate::{
     alloc::orchestrator::{
