@@ -92,26 +92,23 @@ impl Topology {
 
     /// Completes the entries of all functions with what may change. Errors: `ENOMEM`.
     fn read(functions: Arc<Functions>, mut ports: KVec<Port>) -> Result<Arc<Self>> {
+        // On a machine with one NUMA node every function is on that node, even if the firmware names none.
+        let only_node = pci::only_node();
         for (at, function) in functions.all.iter().enumerate() {
             let Some((above, [port, ..])) = ports.split_at_mut_checked(at) else {
                 break;
             };
             let bridge = port.bridge.and_then(|bridge| Some((bridge, above.get(bridge)?)));
-            *port = Port {
-                acs_redirect: function.acs_redirects(),
-                // A virtual function's Link Status is reserved: take the physical function's.
-                link: match port.kind.has_link_above() {
-                    true => function.physical().link_status().map_or(0, link_bandwidth_of_status),
-                    false => 0,
-                },
-                // On a machine with one NUMA node every function is on that node, even if the firmware names none.
-                numa_node: match function.node() {
-                    -1 => pci::only_node(),
-                    node => node,
-                },
-                ..*port
-            }
-            .placed(at, bridge);
+            port.acs_redirect = function.acs_redirects();
+            port.link = match port.kind.has_link_above() {
+                true => function.link_status().map_or(0, link_bandwidth_of_status),
+                false => 0,
+            };
+            port.numa_node = match function.node() {
+                -1 => only_node,
+                node => node,
+            };
+            *port = port.placed(at, bridge);
         }
         Ok(Arc::new(Self { functions, ports }, GFP_KERNEL)?)
     }
@@ -154,37 +151,76 @@ pub(crate) struct Paths<'a> {
 }
 
 impl Paths<'_> {
+    /// Adds the paths from a provider to the functions with the indexes `to`. Errors: as for [`Self::path`].
+    // A function of its own, as the compiler has too few registers for the loop in its caller.
+    #[inline(never)]
+    pub(crate) fn add_to(&mut self, paths: &mut KVec<Path>, provider: &Provider, to: &[usize]) -> Result {
+        let from = self.topology.index_of(provider.function());
+        paths.reserve(to.len(), GFP_KERNEL_ACCOUNT)?;
+        for &to in to {
+            // Cannot fail: the capacity was reserved above.
+            let _ = paths.push_within_capacity(self.path(provider, from, to)?);
+        }
+        Ok(())
+    }
+
     /// Returns the path from a provider, whose function has the index `from`, to the function with the index `to`.
     ///
     /// May sleep. Errors: `ENOMEM`, `ENODEV` (the path takes the kernel's verdict, and the provider is being removed).
+    // A call for each path of a snapshot would take a fifth more instructions.
+    #[inline(always)]
     pub(crate) fn path(&mut self, provider: &Provider, from: usize, to: usize) -> Result<Path> {
         let ports = &self.topology.ports;
         let (Some(a), Some(b)) = (ports.get(from), ports.get(to)) else {
             return Ok(Path::NONE);
         };
         let ends = ((a.host_bridge, a.numa_node), (b.host_bridge, b.numa_node));
-        let hosts = (a.host_bridge.min(b.host_bridge), a.host_bridge.max(b.host_bridge));
         let mut between = match self.last {
             Some((known, between)) if known == ends => between,
-            _ => Between {
-                numa_distance: pci::node_distance(a.numa_node, b.numa_node),
-                forwards: self.topology.verdict(hosts),
-            },
+            _ => self.look_up(ends),
         };
         loop {
-            self.last = Some((ends, between));
             if let Some(path) = classify(ports, from, to, between) {
                 return Ok(path);
             }
-            // The table has as many functions as ports.
-            let client = self.topology.functions.all.get(to).ok_or(EINVAL)?;
-            let forwards = provider.is_reached_by(client)?;
-            // Another task may have added the same verdict meanwhile.
-            let mut verdicts = self.topology.functions.verdicts.lock();
-            verdicts.push((hosts, forwards), GFP_KERNEL)?;
-            between.forwards = Some(forwards);
+            between = self.by_kernel(provider, to, (ends, between))?;
         }
     }
+
+    /// Returns what a path between these ends needs, and remembers it.
+    #[cold]
+    fn look_up(&mut self, ends: Ends) -> Between {
+        let ((host_a, node_a), (host_b, node_b)) = ends;
+        let between = Between {
+            numa_distance: pci::node_distance(node_a, node_b),
+            forwards: self.topology.verdict(pair(host_a, host_b)),
+        };
+        self.last = Some((ends, between));
+        between
+    }
+
+    /// Completes `between` with the kernel's verdict, and remembers both. Errors: as for [`Self::path`].
+    #[cold]
+    fn by_kernel(&mut self, provider: &Provider, to: usize, (ends, between): (Ends, Between)) -> Result<Between> {
+        let functions = &self.topology.functions;
+        // The table has as many functions as ports.
+        let client = functions.all.get(to).ok_or(EINVAL)?;
+        let forwards = provider.is_reached_by(client)?;
+        // Another task may have added the same verdict meanwhile.
+        let hosts = pair(ends.0 .0, ends.1 .0);
+        functions.verdicts.lock().push((hosts, forwards), GFP_KERNEL)?;
+        let between = Between {
+            forwards: Some(forwards),
+            ..between
+        };
+        self.last = Some((ends, between));
+        Ok(between)
+    }
+}
+
+/// Returns two host bridges as [`HostVerdict`] has them.
+fn pair(one: u64, other: u64) -> (u64, u64) {
+    (one.min(other), one.max(other))
 }
 
 /// Returns where the function whose address has this number is in `order`, or where it has to be inserted.

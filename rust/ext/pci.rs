@@ -149,7 +149,7 @@ impl Function {
 
     /// Returns the `struct pci_dev`, which is valid as long as `self`.
     pub(crate) fn as_raw(&self) -> *mut bindings::pci_dev {
-        ptr::from_ref::<pci::Device>(&self.device).cast_mut().cast()
+        raw(&self.device)
     }
 
     /// Returns the `struct device`, which is valid as long as `self`.
@@ -184,14 +184,13 @@ impl Function {
     /// Returns the bridge above the function, or above its physical function. `None` on a root bus, and if
     /// [`Self::has_hierarchy`] is false.
     pub(crate) fn upstream(&self) -> Option<Self> {
-        let keeps = self.physical();
-        if !keeps.has_hierarchy() {
+        if !self.has_hierarchy() {
             return None;
         }
-        // SAFETY: The reference keeps the function valid, which is no virtual function, so it keeps its bus and the bridges
-        // above. A root bus has no bridge.
-        let bridge = NonNull::new(unsafe { (*(*keeps.as_raw()).bus).self_ })?;
-        // SAFETY: `keeps` keeps the bridge valid during the call.
+        // SAFETY: The reference keeps the function valid. `has_hierarchy()` says that it is no virtual function, so it keeps its bus
+        // and the bridges above. A root bus has no bridge.
+        let bridge = NonNull::new(unsafe { (*(*raw(self.physical())).bus).self_ })?;
+        // SAFETY: `self` keeps the bridge valid during the call.
         Some(unsafe { Self::of_raw(bridge) })
     }
 
@@ -208,15 +207,16 @@ impl Function {
             .is_some_and(|ctrl| u32::from(ctrl) & REDIRECTS != 0)
     }
 
-    /// Reads the Link Status register, with speed and width of the port's link. `None` if the function has no PCI Express
-    /// capability or does not respond.
+    /// Reads the Link Status register, with speed and width of the port's link; of a virtual function, whose register is
+    /// reserved, that of its physical function. `None` if the function has no PCI Express capability or does not respond.
     pub(crate) fn link_status(&self) -> Option<u16> {
-        // SAFETY: `device` keeps the function valid. The offset of the capability does not change.
-        let pos = i32::from(unsafe { (*self.as_raw()).pcie_cap });
+        let physical = self.physical();
+        // SAFETY: The reference keeps the function valid. The offset of the capability does not change.
+        let pos = i32::from(unsafe { (*raw(physical)).pcie_cap });
         if pos == 0 {
             return None;
         }
-        self.config_word(pos + bindings::PCI_EXP_LNKSTA as i32)
+        self.config_word_of(physical, pos + bindings::PCI_EXP_LNKSTA as i32)
     }
 
     /// Returns whether the function has the configuration header of a bridge.
@@ -225,28 +225,25 @@ impl Function {
         unsafe { u32::from((*self.as_raw()).hdr_type) == bindings::PCI_HEADER_TYPE_BRIDGE }
     }
 
-    /// Returns the physical function of a virtual function, or the function itself if it is not a virtual one or was
-    /// removed.
-    pub(crate) fn physical(&self) -> Self {
-        match &self.physical {
-            // INVARIANT: A physical function is not a virtual function.
-            Some(physical) => Self {
-                device: physical.clone(),
-                physical: None,
-            },
-            None => self.clone(),
-        }
+    /// Returns the physical function of a virtual function, or the function itself if it is not a virtual one or was removed.
+    fn physical(&self) -> &pci::Device {
+        self.physical.as_ref().unwrap_or(&self.device)
     }
 
     /// Reads a 16-bit register of configuration space. `None` if the read fails or the function does not respond.
     fn config_word(&self, at: i32) -> Option<u16> {
+        self.config_word_of(&self.device, at)
+    }
+
+    /// As [`Self::config_word`], of the function or of [`Self::physical`].
+    fn config_word_of(&self, function: &pci::Device, at: i32) -> Option<u16> {
         if !self.has_hierarchy() {
             return None;
         }
         let mut value = 0u16;
-        // SAFETY: `device` keeps the function valid, and `has_hierarchy()` says that the host bridge above it is valid too.
+        // SAFETY: The reference keeps the function valid, and `has_hierarchy()` says that the host bridge above both is valid too.
         // `value` is a local variable.
-        let ret = unsafe { bindings::pci_read_config_word(self.as_raw(), at, &mut value) };
+        let ret = unsafe { bindings::pci_read_config_word(raw(function), at, &mut value) };
         // A removed function reads as all ones.
         (ret == 0 && value != u16::MAX).then_some(value)
     }
@@ -359,6 +356,11 @@ impl Function {
         // SAFETY: This function locked the device.
         unsafe { bindings::mutex_unlock(&raw mut (*device).mutex) };
     }
+}
+
+fn raw(device: &pci::Device) -> *mut bindings::pci_dev {
+    // `pci::Device` is a transparent wrapper of `struct pci_dev`.
+    ptr::from_ref(device).cast_mut().cast()
 }
 
 /// Returns 1 if `device` belongs to the function `data`, else 0. For `bus_find_device()`.

@@ -137,16 +137,15 @@ impl Port {
     };
 
     /// Returns the function as the element `at` of a table, below the bridge with that index and entry, if there is one.
-    pub(crate) fn placed(self, at: usize, bridge: Option<(usize, &Self)>) -> Self {
-        let mut up = bridge.map_or(Walk::NONE, |(_, bridge)| bridge.up);
+    #[inline]
+    pub(crate) fn placed(mut self, at: usize, bridge: Option<(usize, &Self)>) -> Self {
+        let (above, depth, root, mut up) = match bridge {
+            Some((index, bridge)) => (Some(index), bridge.depth.saturating_add(1), bridge.root, bridge.up),
+            None => (None, 0, at, Walk::NONE),
+        };
         up.pass(&self);
-        Self {
-            bridge: bridge.map(|(index, _)| index),
-            depth: bridge.map_or(0, |(_, bridge)| bridge.depth.saturating_add(1)),
-            root: bridge.map_or(at, |(_, bridge)| bridge.root),
-            up,
-            ..self
-        }
+        (self.bridge, self.depth, self.root, self.up) = (above, depth, root, up);
+        self
     }
 
     /// Returns the bandwidth of the link above the function in MB/s, 0 if there is none or it is unknown.
@@ -341,7 +340,7 @@ pub(crate) struct Between {
 /// Returns `None` if the path goes through the root complex, and [`Between::forwards`] is not known.
 ///
 /// The result is symmetric in `provider` and `client`.
-#[inline]
+#[inline(always)]
 pub(crate) fn classify(ports: &[Port], provider: usize, client: usize, between: Between) -> Option<Path> {
     let (Some(a), Some(b)) = (ports.get(provider), ports.get(client)) else {
         return Some(Path::NONE);

@@ -110,10 +110,7 @@ impl Orchestrator {
             let mut paths = KVec::with_capacity(providers.len() * clients.len(), GFP_KERNEL_ACCOUNT)?;
             let mut source = topology.paths();
             for provider in &providers {
-                let from = topology.index_of(provider.function());
-                for &to in &indexes {
-                    paths.push(source.path(provider, from, to)?, GFP_KERNEL_ACCOUNT)?;
-                }
+                source.add_to(&mut paths, provider, &indexes)?;
             }
             Ok(TopologySnapshot::new(generation, names, clients, providers, paths)?)
         };
