@@ -268,18 +268,17 @@ impl OpenFile for File {
     /// Queues one event for each handle of a revoked buffer.
     fn notify_revoked(&self, buffer: &Buffer) {
         let provider = buffer.provider.id;
-        let mut last = 0;
-        loop {
-            let next = self.handles.lock().next_of(buffer, last);
-            match next {
-                Some(handle) => self.events.push(consts::EVENT_BUFFER_REVOKED, provider, handle),
-                // The file has freed its handles, and only mappings keep the buffer.
-                None if last == 0 && buffer.file == self.id => {
-                    self.events.push(consts::EVENT_BUFFER_REVOKED, provider, 0)
-                }
-                None => return,
-            }
-            last = next.unwrap_or(u32::MAX);
+        let mut next = self.handles.lock().next_of(buffer, 0);
+        // The file has freed its handles, and only mappings keep the buffer.
+        if next.is_none() && buffer.file == self.id {
+            next = Some((0, false));
+        }
+        while let Some((handle, more)) = next {
+            self.events.push(consts::EVENT_BUFFER_REVOKED, provider, handle);
+            next = match more {
+                true => self.handles.lock().next_of(buffer, handle),
+                false => None,
+            };
         }
     }
 

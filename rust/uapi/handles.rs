@@ -131,11 +131,12 @@ impl Handles {
         self.buffer(handle)
     }
 
-    /// Returns the lowest handle of a buffer that is greater than `after`.
-    pub(crate) fn next_of(&self, buffer: &Buffer, after: u32) -> Option<u32> {
+    /// Returns the lowest handle of a buffer that is greater than `after`, and whether there are more.
+    pub(crate) fn next_of(&self, buffer: &Buffer, after: u32) -> Option<(u32, bool)> {
         let from = (buffer.page_offset, after.checked_add(1)?);
         let cursor = self.by_page.cursor_lower_bound(&from)?;
         let (&(page, handle), ()) = cursor.current();
-        (page == buffer.page_offset).then_some(handle)
+        let more = cursor.peek_next().is_some_and(|(&(next, _), ())| next == page);
+        (page == buffer.page_offset).then_some((handle, more))
     }
 }
