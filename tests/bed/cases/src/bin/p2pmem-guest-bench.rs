@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT OR Apache-2.0
 
-//! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions`. Prints JSON.
-//! `memory-short` measures buffers of 48 MiB only.
+//! Measures in a guest whose clocks count instructions: `p2pmem-guest-bench memory | memory-short | decisions | removal`. Prints
+//! JSON. `memory-short` measures buffers of 48 MiB only.
 //!
 //! Every number counts instructions of this program, in user space and in the kernel, without those of reading the clock. It
 //! is the lowest of several measurements, except where stated otherwise.
@@ -43,6 +43,8 @@ const MORE: u64 = 64;
 const FILES: usize = 1_000;
 /// Buffers of random sizes that are allocated first and freed again, beyond those that stay: they make the holes.
 const SURPLUS: usize = 20_000;
+/// Buffers of a page that are revoked at once.
+const REVOKED: usize = 50_000;
 /// Maximum size of a buffer of random size, in pages.
 const MOST_PAGES: u64 = 3;
 /// Rules in force for the row with many rules.
@@ -397,15 +399,42 @@ fn crowd_row(watch: &Watch, bed: &Bed, files: &[File], count: usize, surplus: us
     Ok(json!({ "buffers": count, "holes": surplus, "files": files.len(), "alloc": sum / MORE_RANDOM as u64 }))
 }
 
-/// Measures one more allocation with few and with many live buffers of random sizes.
-fn crowd_with_holes(watch: &Watch, bed: &Bed) -> Result<Value> {
+/// Opens [`FILES`] files.
+fn many_files() -> Result<Vec<File>> {
     let hard = getrlimit(Resource::Nofile).maximum;
     let wanted = Rlimit {
         current: hard,
         maximum: hard,
     };
     setrlimit(Resource::Nofile, wanted).context("the limit of open files")?;
-    let files = (0..FILES).map(|_| open()).collect::<Result<Vec<File>>>()?;
+    (0..FILES).map(|_| open()).collect()
+}
+
+/// Measures the removal of a provider whose device is unbound, without buffers and with [`REVOKED`] of [`FILES`] files.
+fn removal(watch: &Watch, bed: &Bed) -> Result<Value> {
+    let files = many_files()?;
+    let mut counts = Vec::new();
+    for buffers in [0, REVOKED] {
+        publish(bed, "paged", &[("kernel_reserve", "0")])?;
+        let mut last = None;
+        for file in files.iter().cycle().take(buffers) {
+            last = Some((file, alloc(file.as_fd(), PAGE).map_err(errno)?.handle));
+        }
+        let (done, took) = watch.time(|| bed.unbind("paged"));
+        done?;
+        if let Some((file, handle)) = last {
+            let left = p2pmem_cases::buffer(file.as_fd(), handle).map_err(errno)?;
+            ensure!(left.state == abi::P2PMEM_BUFFER_GONE, "{left:?}");
+        }
+        counts.push(took);
+        fs::remove_dir(bed.provider_dir("paged")?)?;
+    }
+    Ok(json!({ "buffers": REVOKED, "files": FILES, "without": counts[0], "with": counts[1] }))
+}
+
+/// Measures one more allocation with few and with many live buffers of random sizes.
+fn crowd_with_holes(watch: &Watch, bed: &Bed) -> Result<Value> {
+    let files = many_files()?;
     let few = crowd_row(watch, bed, &files, LIVE[0], 0)?;
     let many = crowd_row(watch, bed, &files, LIVE[2], SURPLUS)?;
     Ok(json!([few, many]))
@@ -801,6 +830,7 @@ fn run(what: &str) -> Result<Value> {
     match what {
         "memory" => memory(&watch, &bed, false),
         "memory-short" => memory(&watch, &bed, true),
+        "removal" => removal(&watch, &bed),
         _ => decisions(&watch, &bed),
     }
 }
@@ -808,9 +838,9 @@ fn run(what: &str) -> Result<Value> {
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let what = match arguments.as_slice() {
-        [what] if ["memory", "memory-short", "decisions"].contains(&what.as_str()) => what,
+        [what] if ["memory", "memory-short", "decisions", "removal"].contains(&what.as_str()) => what,
         _ => {
-            eprintln!("usage: p2pmem-guest-bench memory | memory-short | decisions");
+            eprintln!("usage: p2pmem-guest-bench memory | memory-short | decisions | removal");
             return ExitCode::from(2);
         }
     };
