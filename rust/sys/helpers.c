@@ -98,15 +98,14 @@ static void freeze(struct page *page)
 static bool form_folio(struct page *head)
 {
 	bool used = false;
-	unsigned long i;
 
 	if (!IS_ENABLED(CONFIG_TRANSPARENT_HUGEPAGE))
 		return false;
-	for (i = 0; i < BLOCK; i++)
+	for (unsigned long i = 0; i < BLOCK; i++)
 		used |= page_ref_count(head + i);
 	if (used)
 		await_gup_fast();
-	for (i = 0; i < BLOCK; i++) {
+	for (unsigned long i = 0; i < BLOCK; i++) {
 		if (page_ref_count(head + i) && !page_ref_freeze(head + i, 1)) {
 			while (i--)
 				page_ref_unfreeze(head + i, 1);
@@ -121,12 +120,11 @@ static bool form_folio(struct page *head)
 static void split_folio_of(struct page *page)
 {
 	struct dev_pagemap *pgmap = page_pgmap(page);
-	unsigned long i;
 
 	page = compound_head(page);
 	freeze(page);
 	/* The head comes last: until then, a look-up of a tail finds the count of its head frozen. */
-	for (i = BLOCK; i--;)
+	for (unsigned long i = BLOCK; i--;)
 		init_folio(page + i, pgmap, 0);
 }
 
@@ -197,9 +195,8 @@ void p2pmem_pages_release(struct pci_dev *pdev, unsigned long kaddr, unsigned lo
 {
 	struct page *page = virt_to_page((void *)kaddr);
 	bool waited = false;
-	unsigned long i;
 
-	for (i = 0; i < npages; i++) {
+	for (unsigned long i = 0; i < npages; i++) {
 		if (PageHead(page + i)) {
 			if (!waited)
 				await_gup_fast();
@@ -309,13 +306,12 @@ void p2pmem_bar_clear(void *kaddr, unsigned long npages)
 unsigned long p2pmem_pages_map(unsigned long kaddr, unsigned long npages)
 {
 	struct page *page = virt_to_page((void *)kaddr), **pages;
-	unsigned long i;
 	void *map;
 
 	pages = kvmalloc_array(npages, sizeof(*pages), GFP_KERNEL | __GFP_NOWARN);
 	if (!pages)
 		return 0;
-	for (i = 0; i < npages; i++)
+	for (unsigned long i = 0; i < npages; i++)
 		pages[i] = page + i;
 	/* With memory encryption PAGE_KERNEL is encrypted, and the device has no key. */
 	map = vmap(pages, npages, VM_MAP, pgprot_writecombine(pgprot_decrypted(PAGE_KERNEL)));
@@ -525,9 +521,7 @@ int p2pmem_buddy_free_front(struct gpu_buddy *mm, struct list_head *blocks, u64 
 /* Returns the size of the largest free block. No block is marked as cleared. The caller holds the allocator's lock. */
 u64 p2pmem_buddy_largest(struct gpu_buddy *mm)
 {
-	int order;
-
-	for (order = mm->max_order; order >= 0; order--)
+	for (int order = mm->max_order; order >= 0; order--)
 		if (!RB_EMPTY_ROOT(&mm->free_trees[GPU_BUDDY_DIRTY_TREE][order]))
 			return mm->chunk_size << order;
 	return 0;
