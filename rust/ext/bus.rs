@@ -31,8 +31,7 @@ pub(crate) trait Listener: Send + Sync + 'static {
     /// A driver was bound to the device, which is locked.
     fn bound(&self, device: &pci::Device<Bound>);
     /// The driver of the function is about to be unbound. The device is locked and the driver still works; the
-    /// function's pool is closed, and [`driver::with_bound`] does not find the device any more. Its provider must be removed before
-    /// this returns.
+    /// function's pool is closed, and [`driver::with_bound`] does not find the device any more.
     fn unbinding(&self, function: &Function);
     /// A function was added or removed. The device is not locked.
     fn changed(&self);

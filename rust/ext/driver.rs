@@ -3,7 +3,7 @@
 //! The p2pmem PCI driver, to which own providers are bound by `driver_override` alone.
 //!
 //! [`with_bound`] gives access to a bound device, [`Published`] claims BARs and makes pages or windows of ranges. The
-//! driver reports resets and errors to [`Hooks`].
+//! driver reports unbinding, resets and errors to [`Hooks`].
 //!
 //! All functions are for process context and may sleep. A device's `Entry::inner` is locked during [`with_bound`] and nests inside
 //! the device lock. The list of devices, `DEVICES`, is a leaf. [`Hooks`] are called with the device locked, and neither of the
@@ -53,6 +53,10 @@ use kernel::{
 
 /// Callbacks for bound devices. All are called in process context with the device locked, and may sleep.
 pub(crate) trait Hooks: Send + Sync + 'static {
+    /// The device is being unbound; [`with_bound`] does not find the device any more.
+    ///
+    /// The provider must be removed before this returns. The driver waits for the device's uses afterwards.
+    fn unbinding(function: &Function);
     /// The device is about to be reset, so its memory's contents will be lost. It can still be written. The provider must be removed
     /// before this returns.
     ///
@@ -391,7 +395,8 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     }
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
-        // The bus has called `unbinding()`, so no use begins, and has had the provider removed.
+        // The bus has called `unbinding()`, so no range is added, and no use begins.
+        H::unbinding(&Function::of(dev));
         if let Some(entry) = entry_of(Function::of(dev).as_raw()) {
             entry.uses.wait();
         }

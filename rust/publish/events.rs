@@ -22,7 +22,10 @@ use crate::{
         },
         refusal::Answer, //
     },
-    mem::provider::removal::RemovalKind, //
+    mem::provider::{
+        removal::RemovalKind,
+        ProviderKind, //
+    }, //
 };
 use kernel::{device::Bound, pci, prelude::*, sync::Arc};
 
@@ -35,8 +38,11 @@ impl bus::Listener for BusEvents {
     }
 
     fn unbinding(&self, function: &Function) {
-        self.0.remove(function, RemovalKind::Unbind);
-        self.0.release_lost(function, false);
+        // An own provider is removed by [`DriverEvents`], whose callback follows: a removal may have to wait for an importer, and
+        // whoever registers with the bus's notifier chain waits for this callback.
+        if self.0.find(function).is_some_and(|p| p.kind != ProviderKind::Own) {
+            self.0.remove(function, RemovalKind::Unbind);
+        }
     }
 
     fn changed(&self) {
@@ -88,6 +94,13 @@ impl Registrar for DriverMemory {
 pub(crate) struct DriverEvents;
 
 impl driver::Hooks for DriverEvents {
+    fn unbinding(function: &Function) {
+        if let Ok(orchestrator) = Orchestrator::get() {
+            orchestrator.remove(function, RemovalKind::Unbind);
+            orchestrator.release_lost(function, false);
+        }
+    }
+
     fn losing(function: &Function, why: &CStr) {
         if let Ok(orchestrator) = Orchestrator::get() {
             orchestrator.remove_before_reset(function, why);
