@@ -399,20 +399,15 @@ fn wait_pinned(provider: &Provider) -> MemoryList {
         let seconds = wait.seconds();
         if said != Some(seconds) {
             said = Some(seconds);
-            provider.set_progress(Text::new(fmt!(
+            let text = Text::new(fmt!(
                 "waiting for I/O on {} pages of {} since {} s",
                 pages,
                 first.owner,
                 seconds
-            )));
+            ));
+            provider.set_progress(text);
             if wait.should_log(seconds) {
-                dev_warn!(
-                    provider.function().device(),
-                    "p2pmem: waiting for I/O on {} pages of {} since {} s\n",
-                    pages,
-                    first.owner,
-                    seconds
-                );
+                dev_warn!(provider.function().device(), "p2pmem: {}\n", text.as_str());
             }
         }
         fsleep(Delta::from_millis(step as i64));
