@@ -49,6 +49,8 @@ pub struct Sgd {
     /// depends on the order of arrival.
     pub equals_reference: Option<bool>,
     /// Activations, their gradients, and parameters that the nodes of a tensor-parallel training sent.
+    // A pipeline has a member of this name beside those of its training.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub moved: Option<Moved>,
     /// The parts of the ranks in a tensor-parallel training, by their own reports.
     pub slices: Vec<SliceReport>,
