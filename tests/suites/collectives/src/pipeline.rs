@@ -17,9 +17,10 @@ use crate::sgd::{self, Sgd};
 const NODES: [usize; 2] = [2, 4];
 /// Times that each sample is used.
 const EPOCHS: u32 = 2;
-/// The network has a layer for each of four stages. A stage computes a microbatch of 24 samples through a layer of 128 x 128 weights, which
-/// takes an emulated processor many times longer than the message with its result.
-const OPTIONS: &str = "pipeline --layers 4 --hidden 128 --batch 192 --microbatches 8";
+/// The network has a layer for each of four stages. A stage computes a microbatch of 24 samples through a layer of 384 x 384 weights, which
+/// takes an emulated processor many times longer than the message with its result, also on a fast machine: the work grows with the square
+/// of the width, and the message with the width.
+const OPTIONS: &str = "pipeline --layers 4 --hidden 384 --batch 192 --microbatches 8";
 /// How much smaller the bubble may seem: the clocks of the nodes differ.
 const CLOCK_TOLERANCE: f64 = 0.01;
 
@@ -183,6 +184,12 @@ pub(crate) mod tests {
             formula(&settings, 3, 14),
             2 * 14 * 2 * 96 * 32 * 4 + 4 * (33 * 32 + 2 * (33 * 32 + 33 * 10))
         );
+    }
+
+    #[test]
+    fn the_report_has_the_bytes_of_the_boundaries() {
+        let report = serde_json::to_value(good()).unwrap();
+        assert_eq!(report["moved"]["formula"], 100);
     }
 
     #[test]
