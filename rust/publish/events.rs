@@ -39,7 +39,7 @@ impl bus::Listener for BusEvents {
 
     fn unbinding(&self, function: &Function) {
         // An own provider is removed by [`DriverEvents`], whose callback follows: a removal may have to wait for an importer, and
-        // whoever registers with the bus's notifier chain waits for this callback.
+        // anyone who registers with the bus's notifier chain waits for this callback.
         if self.0.find(function).is_some_and(|p| p.kind != ProviderKind::Own) {
             self.0.remove(function, RemovalKind::Unbind);
         }
