@@ -121,6 +121,8 @@ pub(crate) struct Inner<B> {
     dirty: MemoryList,
     /// Memory whose pages others still refer to.
     pinned: MemoryList,
+    /// Bytes of pinned memory that is off its list, since its pages are being looked at now.
+    looked_at: u64,
     /// Bytes of dirty memory that is being cleared now.
     clearing: u64,
     /// How often outstanding memory came back, so that a waiter can detect that it missed one.
@@ -131,6 +133,11 @@ impl<B> Inner<B> {
     /// Returns the bytes that are free as soon as they are cleared.
     fn returning(&self) -> u64 {
         self.dirty.bytes + self.clearing
+    }
+
+    /// Returns the bytes whose pages others refer to, as far as is known.
+    fn pinned_bytes(&self) -> u64 {
+        self.pinned.bytes + self.looked_at
     }
 
     /// Takes `taken` bytes of another driver's pool out of the account: the chunk has gone back to the pool.
@@ -374,6 +381,7 @@ impl<B: Counted> Provider<B> {
                     count: 0,
                     dirty: MemoryList::EMPTY,
                     pinned: MemoryList::EMPTY,
+                    looked_at: 0,
                     clearing: 0,
                     returns: 0,
                 }),
@@ -620,7 +628,7 @@ impl<B: Counted> Provider<B> {
             row.flags |= consts::PROVIDER_CLEARING;
         }
         row.buffers = inner.count;
-        row.pinned = inner.pinned.bytes;
+        row.pinned = inner.pinned_bytes();
         row.scrubbing = inner.returning();
         row.state = if inner.source.is_some() {
             consts::PROVIDER_LIVE

@@ -176,8 +176,9 @@ impl<B: Counted> Provider<B> {
         // Memory that becomes pinned meanwhile is looked at in the next call.
         let mut looked_at = MemoryList::EMPTY;
         core::mem::swap(&mut looked_at, &mut inner.pinned);
-        let count = looked_at.len();
+        let (count, bytes) = (looked_at.len(), looked_at.bytes);
         inner.outstanding += count;
+        inner.looked_at += bytes;
         drop(inner);
         let (mut still, mut idle) = (MemoryList::EMPTY, MemoryList::EMPTY);
         while let Some(memory) = looked_at.pop() {
@@ -192,6 +193,7 @@ impl<B: Counted> Provider<B> {
         inner.pinned.append(still);
         inner.dirty.append(idle);
         inner.outstanding -= count;
+        inner.looked_at -= bytes;
         self.update_hint(&inner);
         drop(inner);
         self.returned.notify_all();
@@ -228,7 +230,7 @@ impl<B: Counted> WorkItem for Provider<B> {
                 pause = 10;
             }
             let mut inner = this.inner.lock();
-            if inner.source.is_none() || (inner.pinned.is_empty() && inner.dirty.is_empty()) {
+            if inner.source.is_none() || (inner.pinned_bytes() == 0 && inner.dirty.is_empty()) {
                 return;
             }
             if inner.dirty.is_empty() {
