@@ -395,9 +395,12 @@ impl<H: Hooks> pci::Driver for Driver<H> {
     }
 
     fn unbind<'bound>(dev: &'bound pci::Device<Core<'_>>, _this: Pin<&Data>) {
-        // The bus has called `unbinding()`, so no range is added, and no use begins.
-        H::unbinding(&Function::of(dev));
-        if let Some(entry) = entry_of(Function::of(dev).as_raw()) {
+        let function = Function::of(dev);
+        // The bus's notifier did this before, but the core does not notify if it gives up a device that it has just bound. After
+        // this, no range is added, and no use begins.
+        unbinding(&function);
+        H::unbinding(&function);
+        if let Some(entry) = entry_of(function.as_raw()) {
             entry.uses.wait();
         }
     }
