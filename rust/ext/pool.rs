@@ -123,16 +123,19 @@ pub(super) fn add_range(device: &pci::Device<Bound>, range: BarRange) -> Result<
     within(function.bar(range.bar), range.offset, range.size)?;
     let (bar, size) = (i32::try_from(range.bar)?, usize::try_from(range.size)?);
     // The list gets the pool first: afterwards there may be no memory for an entry, and pages cannot be taken back.
-    let pool = Pool::new(&function, Some(range), false)?;
-    {
+    let pool = {
         let mut pools = POOLS.lock();
         let pools = pools.as_mut().ok_or(ENODEV)?;
         match added_in(pools, &function) {
             Some(known) if known.range == Some(range) => return Ok(known.clone()),
             Some(_) => return Err(EBUSY),
-            None => pools.push(pool.clone(), GFP_KERNEL)?,
+            None => {
+                let pool = Pool::new(&function, Some(range), false)?;
+                pools.push(pool.clone(), GFP_KERNEL)?;
+                pool
+            }
         }
-    }
+    };
     // `POOLS` is not locked: every change of a driver on the bus waits for it, and making pages takes long.
     // SAFETY: The device is bound, so the driver core releases the pages when the driver is unbound. `within()` has checked that
     // the BAR contains the range.
