@@ -137,7 +137,6 @@ impl Port {
     };
 
     /// Returns the function as the element `at` of a table, below the bridge with that index and entry, if there is one.
-    #[inline]
     pub(crate) fn placed(mut self, at: usize, bridge: Option<(usize, &Self)>) -> Self {
         let (above, depth, root, mut up) = match bridge {
             Some((index, bridge)) => (Some(index), bridge.depth.saturating_add(1), bridge.root, bridge.up),
@@ -340,6 +339,7 @@ pub(crate) struct Between {
 /// Returns `None` if the path goes through the root complex, and [`Between::forwards`] is not known.
 ///
 /// The result is symmetric in `provider` and `client`.
+// A call for each path of a snapshot would take a fifth more instructions.
 #[inline(always)]
 pub(crate) fn classify(ports: &[Port], provider: usize, client: usize, between: Between) -> Option<Path> {
     let (Some(a), Some(b)) = (ports.get(provider), ports.get(client)) else {
